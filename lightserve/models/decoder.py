@@ -46,7 +46,7 @@ from lightserve.models.layers.linear import (
     Norm,
     VocabEmbedding,
     VocabWeight,
-    read_vector,
+    read_tensor,
     rounded_root,
 )
 from lightserve.models.layers.recurrent import RecurrentLayer, recurrent_layer
@@ -119,6 +119,9 @@ class OutputNormLayer(DecoderLayer):
     `ModelConfig.layer_norms` names the four, in the order of their use.
     """
 
+    _beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Gives the sum of the MLP's results and of others, by what the MLP has read."""
+
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
@@ -131,6 +134,8 @@ class OutputNormLayer(DecoderLayer):
         """See `DecoderLayer.finish`."""
         added = self._attention_output_norm(self._attention.project(heads))
         x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        if self._beside is not None:
+            x = self._beside(x, residual)
         return self._mlp_output_norm(x), residual
 
 
@@ -216,7 +221,7 @@ class Gemma4Ending:
         assert own is not None
         hidden, size = context.config.hidden_size, own.input_size
         self._kernels = context.kernels
-        self._scale = read_vector(context.reader, f"{prefix}.layer_scalar", 1)
+        self._scale = read_tensor(context.reader, f"{prefix}.layer_scalar", 1)
         self._part = slice(layer * size, (layer + 1) * size)
         if size:
             self._gate = context.whole(f"{prefix}.per_layer_input_gate", size, hidden)
@@ -330,9 +335,8 @@ class DecoderModel:
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             self._positions = _positions(context, config.position_offset)
-        exact = replace(context, method=context.method.exact_inputs)
         self._layers = [
-            _layer(context if layer < last else exact, family, layer)
+            _layer(context if layer < last else context.exact, family, layer)
             for layer in range(config.num_layers)
         ]
         self.draft_head: DraftHead | None = None
@@ -502,11 +506,8 @@ def _kinds(config: ModelConfig) -> list[int]:
 
 def _positions(context: ModelContext, offset: int) -> Tensor:
     """Load learned positions, [positions, hidden], whole on every rank."""
-    config, reader = context.config, context.reader
-    shape = (config.max_position_embeddings, config.hidden_size)
-    table = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-    reader.read_into(table, POSITIONS, rows=Part(offset, len(table)))
-    return table
+    shape = (context.config.max_position_embeddings, context.config.hidden_size)
+    return read_tensor(context.reader, POSITIONS, *shape, rows=Part(offset, shape[0]))
 
 
 def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:

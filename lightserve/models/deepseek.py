@@ -15,6 +15,8 @@ Source: DeepSeek-V2 (DeepSeek-AI 2024), section 2.1 and appendix C.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from lightserve.models.layers.linear import (
     RMSNorm,
     RowParallelLinear,
     WeightReader,
-    read_vector,
+    read_tensor,
 )
 
 NORM_EPS = 1e-6
@@ -51,7 +53,7 @@ class LatentAttention(UnfusedAttention):
         self._place = config.kv_layers.index(layer)
 
         def norm(name: str, size: int) -> RMSNorm:
-            weight = read_vector(reader, f"{prefix}.{name}.weight", size)
+            weight = read_tensor(reader, f"{prefix}.{name}.weight", size)
             return RMSNorm(context.kernels, weight, NORM_EPS)
 
         self._query_norm: RMSNorm | None = None
@@ -60,59 +62,45 @@ class LatentAttention(UnfusedAttention):
             self._query = self._linear(context, f"{prefix}.q_a_proj", Part(0, latent.query_rank))
             self._query_norm = norm("q_a_layernorm", latent.query_rank)
             source, in_size = f"{prefix}.q_b_proj", latent.query_rank
-        rotated = NeighboursApart(
-            reader,
-            frozenset({(source, heads.start * latent.query_dim)}),
-            latent.query_dim,
-            latent.rope_dim,
-            first=latent.plain_dim,
-        )
-        self._query_heads = ColumnParallelLinear(
-            context.method.exact_inputs,
-            rotated if config.rotates_neighbours else reader,
-            [(source, _features(heads, latent.query_dim))],
-            in_size=in_size,
-            has_bias=False,
-        )
+        own = context.exact
+        if config.rotates_neighbours:
+            names, sizes = {(source, heads.start * latent.query_dim)}, latent.query_dim
+            rotated = NeighboursApart(
+                reader, frozenset(names), sizes, latent.rope_dim, first=latent.plain_dim
+            )
+            own = replace(own, reader=rotated)
+        parts = [(source, _features(heads, latent.query_dim))]
+        self._query_heads = ColumnParallelLinear(own, parts, in_size=in_size)
         self._kept = self._linear(
             context, f"{prefix}.kv_a_proj_with_mqa", Part(0, latent.rank + latent.rope_dim)
         )
         self._norm = norm("kv_a_layernorm", latent.rank)
         self._to_latent, self._from_latent = self._absorbed(reader, prefix, heads)
         self._out = RowParallelLinear(
-            context.method,
-            reader,
-            context.tp,
+            context,
             f"{prefix}.o_proj",
-            columns=_features(heads, latent.value_dim),
-            out_size=config.hidden_size,
+            _features(heads, latent.value_dim),
             has_bias=config.attention_output_bias,
         )
 
     def _linear(self, context: ModelContext, name: str, part: Part) -> ColumnParallelLinear:
         """Load a map of hidden states that every rank has whole; its last outputs are rotated."""
-        config, latent = context.config, self._latent
-        reader: WeightReader = context.reader
+        config, latent, own = context.config, self._latent, context.exact
         if config.rotates_neighbours and part.size == latent.rank + latent.rope_dim:
             rotated = frozenset({(name, 0)})
-            reader = NeighboursApart(reader, rotated, part.size, latent.rope_dim, first=latent.rank)
-        return ColumnParallelLinear(
-            context.method.exact_inputs,
-            reader,
-            [(name, part)],
-            in_size=config.hidden_size,
-            has_bias=config.qkv_bias,
-        )
+            reader = NeighboursApart(
+                context.reader, rotated, part.size, latent.rope_dim, first=latent.rank
+            )
+            own = replace(own, reader=reader)
+        return ColumnParallelLinear(own, [(name, part)], has_bias=config.qkv_bias)
 
     def _absorbed(self, reader: WeightReader, prefix: str, heads: Part) -> tuple[Tensor, Tensor]:
         """Return W_UK [H, plain_dim, rank] and W_UV [H, rank, value_dim] of this rank's heads."""
         latent = self._latent
 
         def of_heads(name: str, size: int, columns: int) -> Tensor:
-            shape = heads.size * size, columns
-            weight = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-            reader.read_into(weight, f"{prefix}.{name}.weight", rows=_features(heads, size))
-            return weight.view(heads.size, size, columns)
+            rows, name = _features(heads, size), f"{prefix}.{name}.weight"
+            return read_tensor(reader, name, rows.size, columns, rows=rows).view(-1, size, columns)
 
         if latent.is_split:
             keys = of_heads("k_b_proj", latent.rank, latent.plain_dim).transpose(1, 2)

@@ -31,7 +31,7 @@ from lightserve.models.layers.linear import (
     ModelContext,
     VocabEmbedding,
     VocabWeight,
-    read_vector,
+    read_tensor,
 )
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -138,7 +138,7 @@ class EncoderModel:
     """Embeddings of words, positions and types, their norm, layers, and perhaps a score head."""
 
     def __init__(self, context: ModelContext) -> None:
-        config, reader = context.config, context.reader
+        config, reader, hidden = context.config, context.reader, context.config.hidden_size
         assert config.encoder is not None
         self.config = config
         self.context_len = context.context_len
@@ -156,24 +156,17 @@ class EncoderModel:
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             rows = Part(config.position_offset, self.context_len)
-            self._positions = self._read(context, POSITIONS, rows)
-        self._types = self._read(context, TOKEN_TYPES, Part(0, 1 + config.encoder.tells_pairs))
+            self._positions = read_tensor(reader, POSITIONS, rows.size, hidden, rows=rows)
+        rows = Part(0, 1 + config.encoder.tells_pairs)
+        self._types = read_tensor(reader, TOKEN_TYPES, rows.size, hidden, rows=rows)
         self._norm = context.norm("model.norm", size=config.hidden_size)
         self._layers = [EncoderLayer(context, layer) for layer in range(config.num_layers)]
         self._head: list[tuple[Tensor, Tensor]] = []
         """Weight and bias of the score head's two products."""
         if config.encoder.has_score_head:
-            for name, size in ((SCORE_DENSE, config.hidden_size), (SCORE_OUT, 1)):
-                weight = self._read(context, f"{name}.weight", Part(0, size))
-                self._head.append((weight, read_vector(reader, f"{name}.bias", size)))
-
-    @staticmethod
-    def _read(context: ModelContext, name: str, rows: Part) -> Tensor:
-        """Return rows of a table, [rows.size, hidden], whole on every rank."""
-        reader, size = context.reader, context.config.hidden_size
-        table = torch.empty(rows.size, size, dtype=reader.dtype, device=reader.device)
-        reader.read_into(table, name, rows=rows)
-        return table
+            for name, size in ((SCORE_DENSE, hidden), (SCORE_OUT, 1)):
+                weight = read_tensor(reader, f"{name}.weight", size, hidden)
+                self._head.append((weight, read_tensor(reader, f"{name}.bias", size)))
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor

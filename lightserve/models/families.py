@@ -225,17 +225,8 @@ class Gemma4Layer(OutputNormLayer):
 
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         super().__init__(context, layer, attention)
-        self._beside: ExpertsBeside | None = None
         if (moe := context.config.moe) is not None:
             self._beside = ExpertsBeside(context, f"model.layers.{layer}", moe)
-
-    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer.finish`."""
-        added = self._attention_output_norm(self._attention.project(heads))
-        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
-        if self._beside is not None:
-            x = self._beside(x, residual)
-        return self._mlp_output_norm(x), residual
 
 
 FAMILIES: dict[Architecture, Family] = {

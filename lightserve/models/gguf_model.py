@@ -27,7 +27,7 @@ from lightserve.errors import ModelLoadError
 from lightserve.models.config import CONFIG_FILE, load_model_config
 from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import config_of
-from lightserve.tokenization.vocabulary_files import SPLITS, decoder, merges
+from lightserve.tokenization.vocabulary_files import SPLITS, decoder, described, merges
 
 log = logging.getLogger(__name__)
 
@@ -258,14 +258,7 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
             parts = _sentencepiece(gguf, vocab, pieces)
         case _:
             raise gguf.error("tokenizer.ggml.model", f"must be gpt2, llama or gemma4, got {kind!r}")
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(gguf, pieces),
-        "post_processor": None,
-        **parts,
-    }
+    return described(added=_added_tokens(gguf, pieces), **parts)
 
 
 def _added_tokens(gguf: GgufFile, pieces: list[str]) -> list[dict[str, Any]]:

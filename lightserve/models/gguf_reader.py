@@ -273,8 +273,11 @@ def numbers_of_blocks(data: Bytes, kind: int) -> Floats:
             return data.view("<f2").astype(np.float32)
         case "BF16":
             return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    blocks = data.reshape(-1, block.num_bytes)
-    numbers = _UNPACK[block.name](blocks)
+    if (whole := integers_of_blocks(data, kind)) is not None:
+        integers = whole.integers.reshape(len(data), -1, block.num_numbers).astype(np.float32)
+        numbers = (integers - whole.zero) * whole.factors[..., None]
+    else:
+        numbers = _UNPACK[block.name](data.reshape(-1, block.num_bytes))
     return numbers.reshape(len(data), -1)
 
 
@@ -325,10 +328,6 @@ def _halves(blocks: Bytes, start: int) -> Floats:
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
-def _q8_0(blocks: Bytes) -> Floats:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _halves(blocks, 0)
-
-
 def _low_then_high(packed: Bytes) -> Bytes:
     """Return [B, 2 N] of [B, N]: the low halves of all bytes, then the high ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
@@ -340,17 +339,9 @@ def _five_bits(packed: Bytes) -> Bytes:
     return _low_then_high(packed[:, 4:]) | fifth << np.uint8(4)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    return (_low_then_high(blocks[:, 2:]).astype(np.float32) - 8) * _halves(blocks, 0)
-
-
 def _q4_1(blocks: Bytes) -> Floats:
     integers = _low_then_high(blocks[:, 4:]).astype(np.float32)
     return integers * _halves(blocks, 0) + _halves(blocks, 2)
-
-
-def _q5_0(blocks: Bytes) -> Floats:
-    return (_five_bits(blocks[:, 2:]).astype(np.float32) - 16) * _halves(blocks, 0)
 
 
 def _q5_1(blocks: Bytes) -> Floats:
@@ -432,10 +423,6 @@ _IQ4 = np.array(
 _IQ4_SHIFTED = (_IQ4 + 128).astype(np.uint8)
 
 
-def _iq4_nl(blocks: Bytes) -> Floats:
-    return _IQ4[_low_then_high(blocks[:, 2:])].astype(np.float32) * _halves(blocks, 0)
-
-
 def _iq4_xs(blocks: Bytes) -> Floats:
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2) & 3
@@ -459,17 +446,13 @@ def _mxfp4(blocks: Bytes) -> Floats:
 
 
 _UNPACK = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
     "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

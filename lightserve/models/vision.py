@@ -34,7 +34,7 @@ from lightserve.models.layers.linear import (
     RMSNorm,
     UnquantizedMethod,
     WeightReader,
-    read_vector,
+    read_tensor,
 )
 from lightserve.models.plain_config import NormWeights
 from lightserve.models.vision_config import (
@@ -179,7 +179,7 @@ class _Layer:
         self._scales: list[Tensor] = []
         if vision.layers.has_scales:
             self._scales = [
-                read_vector(context.reader, f"{prefix}.scale{n}", vision.hidden_size)
+                read_tensor(context.reader, f"{prefix}.scale{n}", vision.hidden_size)
                 for n in (1, 2)
             ]
         self._sees_all = vision.layers.window is None or layer in vision.layers.full
@@ -251,7 +251,7 @@ class _PoolingProjector:
         own = replace(context, config=config)
         self._norm = own.norm(f"{VISION_PROJECTOR}.norm", size=vision.hidden_size)
         shape = vision.hidden_size, context.config.embedding_size
-        weight = _read(context, f"{VISION_PROJECTOR}.outer.weight", shape)
+        weight = read_tensor(context.reader, f"{VISION_PROJECTOR}.outer.weight", *shape)
         self._outer = context.method.make(weight.T.contiguous(), None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class _QueryProjector:
         number, self._num_heads = own.num_queries, own.num_heads
 
         def read(name: str, *shape: int) -> Tensor:
-            return _read(context, f"{VISION_PROJECTOR}.{name}", shape)
+            return read_tensor(context.reader, f"{VISION_PROJECTOR}.{name}", *shape)
 
         norm_queries, self._norm_patches, self._norm = (
             context.norm(f"{VISION_PROJECTOR}.{name}", size=size) for name in QUERY_NORMS
@@ -321,13 +321,13 @@ class _ScalingProjector:
         self._move_and_scale: list[Tensor] = []
         if own.standardizes:
             self._move_and_scale = [
-                read_vector(reader, name, hidden, torch.float32)
+                read_tensor(reader, name, hidden, dtype=torch.float32)
                 for name in (VISION_MOVE, VISION_SCALE)
             ]
         ones = torch.ones(hidden, device=reader.device)
         self._norm = RMSNorm(context.kernels, ones, vision.layers.norm_eps)
         shape = context.config.embedding_size, hidden
-        weight = _read(context, f"{VISION_PROJECTOR}.outer.weight", shape)
+        weight = read_tensor(context.reader, f"{VISION_PROJECTOR}.outer.weight", *shape)
         self._outer = context.method.make(weight, None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -407,12 +407,12 @@ class VisionEncoder:
         lead = (1,) * vision.is_batched
         self._class: Tensor | None = None
         if vision.has_class:
-            self._class = _read(context, VISION_CLASS, (*lead, *lead, hidden)).view(1, 1, hidden)
+            self._class = read_tensor(reader, VISION_CLASS, *lead, *lead, hidden).view(1, 1, hidden)
         self._positions: Tensor | None = None
         if vision.num_positions:
             shape = (*lead, *(2,) * vision.has_axes, vision.num_positions, hidden)
-            positions = _read(context, VISION_POSITIONS, shape).view(shape[len(lead) :])
-            self._positions = self._in_order(positions)
+            positions = read_tensor(reader, VISION_POSITIONS, *shape)
+            self._positions = self._in_order(positions.view(shape[len(lead) :]))
         self._patches = _patch_embedding(context, vision, method)
         of_layers = own
         if vision.layers.clips:
@@ -542,13 +542,6 @@ def _parts(length: int, size: int) -> list[int]:
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _read(context: ModelContext, name: str, shape: tuple[int, ...]) -> Tensor:
-    reader = context.reader
-    values = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-    reader.read_into(values, name)
-    return values
-
-
 def _patch_embedding(
     context: ModelContext, vision: VisionConfig, method: UnquantizedMethod
 ) -> Linear:
@@ -557,15 +550,15 @@ def _patch_embedding(
     frames = () if vision.patches.num_frames is None else (vision.patches.num_frames,)
     shape = (vision.hidden_size, 3, *frames, patch, patch)
     if vision.patches.is_flat:
-        flat = _read(context, f"{VISION_PATCHES}.weight", (vision.hidden_size, 3 * patch**2))
+        flat = read_tensor(reader, f"{VISION_PATCHES}.weight", vision.hidden_size, 3 * patch**2)
         by_pixel = flat.view(-1, patch, patch, 3)
         return method.make(by_pixel.permute(0, 3, 1, 2).flatten(1), None)
-    weight = _read(context, f"{VISION_PATCHES}.weight", shape)
+    weight = read_tensor(context.reader, f"{VISION_PATCHES}.weight", *shape)
     if frames:
         weight = weight.float().sum(dim=2).to(reader.dtype)
     bias = None
     if vision.patches.has_bias:
-        bias = read_vector(reader, f"{VISION_PATCHES}.bias", vision.hidden_size)
+        bias = read_tensor(reader, f"{VISION_PATCHES}.bias", vision.hidden_size)
     return method.make(weight.flatten(1), bias)
 
 

@@ -242,17 +242,14 @@ def describe_sentencepiece(model: SentencePieceModel, *, is_legacy: bool) -> dic
     if before is None:
         steps.append({"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
     parts = _bpe(model) if model.model_type == _BPE else _unigram(model)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(model),
-        "normalizer": {"type": "Sequence", "normalizers": steps} if steps else None,
-        "pre_tokenizer": before,
-        "post_processor": _bos(model),
-        "decoder": decoder(has_prefix=prefix),
-        "model": parts,
-    }
+    return described(
+        added=_added_tokens(model),
+        normalizer={"type": "Sequence", "normalizers": steps} if steps else None,
+        pre_tokenizer=before,
+        post_processor=_bos(model),
+        decoder=decoder(has_prefix=prefix),
+        model=parts,
+    )
 
 
 def decoder(*, has_prefix: bool) -> dict[str, Any]:
@@ -351,15 +348,34 @@ def _bos(model: SentencePieceModel) -> dict[str, Any] | None:
         return None
     if model.kinds[model.bos_id] != Kind.CONTROL:
         return None
-    bos = model.pieces[model.bos_id]
+    return bos_processor(model.pieces[model.bos_id], model.bos_id)
+
+
+def bos_processor(bos: str, bos_id: int) -> dict[str, Any]:
+    """Return the processor that puts BOS in front of a text, and of the first of two."""
+    first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [model.bos_id], "tokens": [bos]}},
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, first],
+        "pair": [first, second],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def described(
+    *, added: list[dict[str, Any]], model: dict[str, Any], **steps: Any
+) -> dict[str, Any]:
+    """Return the contents of a tokenizer.json: added tokens, a model, and steps around it."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        **steps,
+        "model": model,
     }
 
 
@@ -465,38 +481,25 @@ def describe_ranks(ranks: dict[bytes, int], family: _Family) -> dict[str, Any]:
     texts = family.picture_texts
     processor = None
     if family.bos is not None:
-        sequence = {"Sequence": {"id": "A", "type_id": 0}}
         bos_id = len(ranks) + family.special_tokens.index(family.bos)
-        processor = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": family.bos, "type_id": 0}}, sequence],
-            "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                family.bos: {"id": family.bos, "ids": [bos_id], "tokens": [family.bos]}
-            },
-        }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
+        processor = bos_processor(family.bos, bos_id)
+    steps = [split | {"invert": False}, byte_level | {"use_regex": False}]
+    return described(
+        added=[
             {"id": len(ranks) + number, "content": name, "special": name not in texts, **flags}
             for number, name in enumerate(family.special_tokens)
         ],
-        "normalizer": {"type": "NFC"} if family.has_nfc else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split | {"invert": False}, byte_level | {"use_regex": False}],
-        },
-        "post_processor": processor,
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
+        normalizer={"type": "NFC"} if family.has_nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+        post_processor=processor,
+        decoder=byte_level | {"use_regex": True},
+        model={
             "type": "BPE",
             "vocab": {text(token): rank for token, rank in ranks.items()},
             "merges": [(text(token[:cut]), text(token[cut:])) for *_, cut, token in found],
             "ignore_merges": True,
         },
-    }
+    )
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -247,25 +247,14 @@ class SelfAttention:
                 for first in (0, head_dim)
             )
             parts = [*queries, *parts[1:], *gates]
-        reader = context.reader
+        own = context.exact
         if config.rotates_neighbours:
             rotated = frozenset((name, rows.start) for name, rows in parts[:2])
-            reader = NeighboursApart(reader, rotated, head_dim, shape.rotary_dim)
-        self._qkv = ColumnParallelLinear(
-            context.method.exact_inputs,
-            reader,
-            parts,
-            in_size=config.hidden_size,
-            has_bias=config.qkv_bias,
-        )
+            reader = NeighboursApart(context.reader, rotated, head_dim, shape.rotary_dim)
+            own = replace(own, reader=reader)
+        self._qkv = ColumnParallelLinear(own, parts, has_bias=config.qkv_bias)
         self._out = RowParallelLinear(
-            context.method,
-            context.reader,
-            tp,
-            f"{prefix}.o_proj",
-            columns=q_rows,
-            out_size=config.hidden_size,
-            has_bias=config.attention_output_bias,
+            context, f"{prefix}.o_proj", q_rows, has_bias=config.attention_output_bias
         )
         self._sizes += [q_rows.size] * has_gate
         self._qk_norm = self.qk_norm(context, prefix)

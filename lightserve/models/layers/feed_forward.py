@@ -7,7 +7,6 @@ intermediate features, so all ranks have the same work whichever experts are cho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -33,9 +32,8 @@ from lightserve.models.layers.linear import (
     Norm,
     RMSNorm,
     RowParallelLinear,
-    UnquantizedMethod,
     WeightLinear,
-    read_vector,
+    read_tensor,
     rounding_weight,
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
@@ -74,15 +72,8 @@ class MLP:
     ) -> None:
         """Load `down`, which has `part` of the intermediate features."""
         self._first, self._activate = first, activate
-        self._down = RowParallelLinear(
-            context.method,
-            context.reader,
-            context.tp,
-            f"{prefix}.down_proj",
-            columns=part,
-            out_size=context.config.hidden_size,
-            has_bias=context.config.mlp_bias,
-        )
+        has_bias = context.config.mlp_bias
+        self._down = RowParallelLinear(context, f"{prefix}.down_proj", part, has_bias=has_bias)
         self._kernels, self._tp = context.kernels, context.tp
         self._block: tuple[Fp8Block, Tensor | None] | None = None
         """The weights of all of it, if kernels compute it in one call, and the last bias."""
@@ -111,19 +102,6 @@ class MLP:
         return self._down.share(self._activate(self._first(x)))
 
 
-def _first_linear(
-    context: ModelContext, parts: Sequence[tuple[str, Part]], *, is_gated: bool = False
-) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        context.method,
-        context.reader,
-        parts,
-        in_size=context.config.hidden_size,
-        has_bias=context.config.mlp_bias,
-        is_gated=is_gated,
-    )
-
-
 def block(context: ModelContext, prefix: str, size: int) -> MLP:
     """Load a block with a gate, or down(activation(up(x))) as `ModelConfig.activation` says.
 
@@ -132,7 +110,8 @@ def block(context: ModelContext, prefix: str, size: int) -> MLP:
     if (activation := context.config.activation) is None:
         return gated_mlp(context, prefix, size)
     part = even_part(size, context.tp)
-    first = _first_linear(context, [(f"{prefix}.up_proj", part)])
+    own = [(f"{prefix}.up_proj", part)]
+    first = ColumnParallelLinear(context, own, has_bias=context.config.mlp_bias)
     return MLP(context, prefix, first, part, partial(activate, context.kernels, kind=activation))
 
 
@@ -159,7 +138,7 @@ def gated_mlp(
     if activation is None and config.has_gelu:
         activation = Activation.GELU_TANH
     is_gated = activation is None and factor == 1.0
-    first = _first_linear(context, parts, is_gated=is_gated)
+    first = ColumnParallelLinear(context, parts, has_bias=config.mlp_bias, is_gated=is_gated)
     if is_gated:
         return MLP(context, prefix, first, part, lambda x: x)
     if activation is None:
@@ -234,10 +213,10 @@ class ExpertsBeside:
         config, reader = context.config, context.reader
         hidden = config.hidden_size
         names = [f"{prefix}.mlp.experts.{number}" for number in range(moe.num_experts)]
-        scale = read_vector(reader, f"{prefix}.router.scale", hidden, torch.float32) * hidden**-0.5
-        self._router_norm = RMSNorm(context.kernels, scale, config.rms_norm_eps)
+        scale = read_tensor(reader, f"{prefix}.router.scale", hidden, dtype=torch.float32)
+        self._router_norm = RMSNorm(context.kernels, scale * hidden**-0.5, config.rms_norm_eps)
         self._router = _Router(context, f"{prefix}.mlp.{moe.router}", moe)
-        self._factors = read_vector(reader, f"{prefix}.router.per_expert_scale", moe.num_experts)
+        self._factors = read_tensor(reader, f"{prefix}.router.per_expert_scale", moe.num_experts)
         self._experts = _experts(context, names, moe)
         self._before, self._behind_block, self._behind = (
             context.norm(f"{prefix}.{name}", size=hidden) for name in BESIDE_NORMS
@@ -259,9 +238,8 @@ class _Router:
         self._weight = _plain(context, name, moe.num_experts, has_bias=moe.has_biases)
         self._bias: Tensor | None = None
         if moe.has_choice_bias:
-            device = context.reader.device
-            self._bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device)
-            context.reader.read_into(self._bias, f"{name}.{CHOICE_BIAS}")
+            bias, size = f"{name}.{CHOICE_BIAS}", moe.num_experts
+            self._bias = read_tensor(context.reader, bias, size, dtype=torch.float32)
         self._moe, self._choice = moe, choice_of(moe)
         self._choose = context.kernels.choose_experts
 
@@ -277,8 +255,7 @@ class _Router:
 
 def _plain(context: ModelContext, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
     """Load a weight that is too small, and decides too much, to be rounded; whole on every rank."""
-    plain = replace(context, method=UnquantizedMethod(context.kernels))
-    return plain.whole(name, num_outputs, context.config.hidden_size, has_bias=has_bias)
+    return context.plain.whole(name, num_outputs, context.config.hidden_size, has_bias=has_bias)
 
 
 def _latents(context: ModelContext, prefix: str, size: int) -> tuple[Linear, Linear]:

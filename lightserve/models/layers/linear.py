@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -66,13 +66,17 @@ class WeightReader(Protocol):
         """
 
 
-def read_vector(
-    reader: WeightReader, name: str, size: int, dtype: torch.dtype | None = None
+def read_tensor(
+    reader: WeightReader,
+    name: str,
+    *shape: int,
+    rows: Part | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the whole one-dimensional tensor `name`, shape [size]; None: of the reader's type."""
-    vector = torch.empty(size, dtype=dtype or reader.dtype, device=reader.device)
-    reader.read_into(vector, name)
-    return vector
+    """Return the tensor `name`, or some rows of it, of a shape; `dtype` None: the reader's."""
+    tensor = torch.empty(shape, dtype=dtype or reader.dtype, device=reader.device)
+    reader.read_into(tensor, name, rows=rows)
+    return tensor
 
 
 def rounded_root(size: int, dtype: torch.dtype) -> float:
@@ -441,23 +445,22 @@ class ColumnParallelLinear:
 
     def __init__(
         self,
-        method: LinearMethod,
-        reader: WeightReader,
+        context: ModelContext,
         parts: Sequence[tuple[str, Part]],
         *,
-        in_size: int,
-        has_bias: bool,
+        has_bias: bool = False,
+        in_size: int | None = None,
         is_gated: bool = False,
     ) -> None:
         """Load the modules of `parts` (name, this rank's output features) in that order.
 
-        With `is_gated` they are gates and ups.
+        `in_size`: None: that of hidden states. With `is_gated` they are gates and ups.
         """
-        columns = Part(0, in_size)
+        columns = Part(0, in_size or context.config.hidden_size)
         shards = [ModuleShard(name, rows, columns, has_bias) for name, rows in parts]
         self._is_gated = is_gated
-        self.linear = linear = method.create(reader, shards, is_gated=is_gated)
-        self._kernels = method.kernels
+        self.linear = linear = context.method.create(context.reader, shards, is_gated=is_gated)
+        self._kernels = context.kernels
         self._joined: tuple[Tensor | Fp8Weight, Tensor | None] | None = rounding_weight(linear)
         """A weight by which kernels multiply in one call with the norm before, and its bias."""
         if isinstance(linear, WeightLinear) and isinstance(linear.weight, Tensor):
@@ -487,20 +490,13 @@ class RowParallelLinear:
     __slots__ = ("_tp", "linear")
 
     def __init__(
-        self,
-        method: LinearMethod,
-        reader: WeightReader,
-        tp: TensorParallel,
-        name: str,
-        *,
-        columns: Part,
-        out_size: int,
-        has_bias: bool,
+        self, context: ModelContext, name: str, columns: Part, *, has_bias: bool = False
     ) -> None:
-        """Load this rank's `columns`; rank 0 alone adds the bias."""
-        shard = ModuleShard(name, Part(0, out_size), columns, has_bias and tp.rank == 0)
-        self.linear = method.create(reader, [shard])
-        self._tp = tp
+        """Load this rank's `columns`, which give hidden states; rank 0 alone adds the bias."""
+        rows, adds_bias = Part(0, context.config.hidden_size), has_bias and context.tp.rank == 0
+        shard = ModuleShard(name, rows, columns, adds_bias)
+        self.linear = context.method.create(context.reader, [shard])
+        self._tp = context.tp
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the whole output on every rank; x [T, columns] -> [T, out]."""
@@ -523,6 +519,16 @@ class ModelContext:
     context_len: int
     """Longest sequence that is served, in tokens."""
 
+    @property
+    def exact(self) -> ModelContext:
+        """The context of weights whose inputs stay as they are, see `LinearMethod.exact_inputs`."""
+        return replace(self, method=self.method.exact_inputs)
+
+    @property
+    def plain(self) -> ModelContext:
+        """The context of weights that are not rounded."""
+        return replace(self, method=UnquantizedMethod(self.kernels))
+
     def whole(
         self, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False
     ) -> Linear:
@@ -534,8 +540,7 @@ class ModelContext:
         """Load a part of the weight of the norm `name`."""
         kind, reader = self.config.norm_weights, self.reader
         dtype = reader.dtype if kind is NormWeights.PLAIN else torch.float32
-        weight = torch.empty(part.size, dtype=dtype, device=reader.device)
-        reader.read_into(weight, f"{name}.weight", rows=part)
+        weight = read_tensor(reader, f"{name}.weight", part.size, rows=part, dtype=dtype)
         return weight.add_(1.0) if kind is NormWeights.ABOVE_ONE else weight
 
     def norm(self, name: str, *, size: int) -> Norm:
@@ -544,5 +549,5 @@ class ModelContext:
         weight = self.norm_weight(name, Part(0, size))
         if config.layer_norm_bias is None:
             return RMSNorm(self.kernels, weight, config.rms_norm_eps)
-        bias = read_vector(reader, f"{name}.bias", size) if config.layer_norm_bias else None
+        bias = read_tensor(reader, f"{name}.bias", size) if config.layer_norm_bias else None
         return LayerNorm(self.kernels, weight, bias, config.rms_norm_eps)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +22,7 @@ from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
     RowParallelLinear,
-    UnquantizedMethod,
-    read_vector,
+    read_tensor,
 )
 from lightserve.models.recurrent_config import (
     ConvolutionConfig,
@@ -124,33 +122,19 @@ class ConvolutionLayer(RecurrentLayer):
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         """Load its weights; `prefix` is that of the attention which others have here."""
-        config, reader, own = context.config, context.reader, context.config.recurrent
+        reader, own = context.reader, context.config.recurrent
         assert isinstance(own, ConvolutionConfig)
         prefix = f"{prefix.rpartition('.')[0]}.conv"
         part = even_part(own.channels, context.tp)
         super().__init__(context, own, layer, channels=part.size, outputs=part.size)
         starts = range(part.start, 3 * own.channels, own.channels)
-        self._in = ColumnParallelLinear(
-            context.method.exact_inputs,
-            reader,
-            [(f"{prefix}.in_proj", Part(start, part.size)) for start in starts],
-            in_size=config.hidden_size,
-            has_bias=own.has_bias,
-        )
-        self._out = RowParallelLinear(
-            context.method,
-            reader,
-            context.tp,
-            f"{prefix}.out_proj",
-            columns=part,
-            out_size=config.hidden_size,
-            has_bias=own.has_bias,
-        )
+        parts = [(f"{prefix}.in_proj", Part(start, part.size)) for start in starts]
+        self._in = ColumnParallelLinear(context.exact, parts, has_bias=own.has_bias)
+        self._out = RowParallelLinear(context, f"{prefix}.out_proj", part, has_bias=own.has_bias)
         self._weight = _convolution(context, [(f"{prefix}.conv.weight", part)], own.width)
         self._bias: Tensor | None = None
         if own.has_bias:
-            self._bias = torch.empty(part.size, dtype=reader.dtype, device=reader.device)
-            reader.read_into(self._bias, f"{prefix}.conv.bias", rows=part)
+            self._bias = read_tensor(reader, f"{prefix}.conv.bias", part.size, rows=part)
 
     def _inputs(self, x: Tensor) -> Inputs:
         b, c, own = self._in(x).split_with_sizes((self.num_channels,) * 3, dim=-1)
@@ -179,21 +163,13 @@ class DeltaLayer(RecurrentLayer):
             even_part(heads, context.tp) for heads in (delta.num_key_heads, delta.num_value_heads)
         )
         sections = _Sections(delta, keys, values)
-        hidden = config.hidden_size
         outputs = values.size * delta.value_dim
         super().__init__(context, delta, layer, channels=sections.num_channels, outputs=outputs)
         self.num_rates = values.size + sections.rates.size
-        self._in = self.linear(context, sections.wide(f"{prefix}.in_proj_"))
+        self._in = ColumnParallelLinear(context.exact, sections.wide(f"{prefix}.in_proj_"))
         self._rates = self.gates(context, sections, prefix)
-        self._out = RowParallelLinear(
-            context.method,
-            reader,
-            context.tp,
-            f"{prefix}.out_proj",
-            columns=_features(values, delta.value_dim),
-            out_size=hidden,
-            has_bias=False,
-        )
+        rows = _features(values, delta.value_dim)
+        self._out = RowParallelLinear(context, f"{prefix}.out_proj", rows)
         self._convolution = _convolution(context, sections.convolution(prefix), delta.width)
         self._rule = DeltaRule(
             keys.size,
@@ -201,23 +177,10 @@ class DeltaLayer(RecurrentLayer):
             delta.value_dim,
             decay=-self.decays(context, f"{prefix}.A_log", values).exp(),
             rate_bias=_floats(context, f"{prefix}.dt_bias", sections.rates),
-            norm=read_vector(reader, f"{prefix}.norm.weight", delta.value_dim),
+            norm=read_tensor(reader, f"{prefix}.norm.weight", delta.value_dim),
             eps=delta.norm_eps or config.rms_norm_eps,
             beta_scale=delta.beta_scale,
             gates_by_sigmoid=delta.rank > 0,
-        )
-
-    @staticmethod
-    def linear(
-        context: ModelContext, parts: Sequence[tuple[str, Part]], *, rank: int | None = None
-    ) -> ColumnParallelLinear:
-        """Load a product of hidden states, or of `rank` numbers."""
-        return ColumnParallelLinear(
-            context.method.exact_inputs,
-            context.reader,
-            parts,
-            in_size=rank or context.config.hidden_size,
-            has_bias=False,
         )
 
     def gates(
@@ -225,13 +188,7 @@ class DeltaLayer(RecurrentLayer):
     ) -> ColumnParallelLinear:
         """Load b and a."""
         # So small, and so much depends on them, that they are not rounded.
-        return ColumnParallelLinear(
-            UnquantizedMethod(context.kernels),
-            context.reader,
-            sections.narrow(f"{prefix}.in_proj_"),
-            in_size=context.config.hidden_size,
-            has_bias=False,
-        )
+        return ColumnParallelLinear(context.plain, sections.narrow(f"{prefix}.in_proj_"))
 
     def decays(self, context: ModelContext, name: str, heads: Part) -> Tensor:
         """Load the logarithms of this rank's decays, float32 [Hv]."""
@@ -274,26 +231,16 @@ class MambaLayer(RecurrentLayer):
         self._tp, self._eps = context.tp, config.rms_norm_eps
         self._in, self._rates = (
             ColumnParallelLinear(
-                method,
-                reader,
+                own_context,
                 [(f"{prefix}.in_proj", part) for part in those],
-                in_size=config.hidden_size,
                 has_bias=mamba.has_bias,
             )
-            for method, those in (
-                (context.method.exact_inputs, [*parts, rows]),
-                (UnquantizedMethod(context.kernels), [Part(first_rate + heads.start, heads.size)]),
+            for own_context, those in (
+                (context.exact, [*parts, rows]),
+                (context.plain, [Part(first_rate + heads.start, heads.size)]),
             )
         )
-        self._out = RowParallelLinear(
-            context.method,
-            reader,
-            context.tp,
-            f"{prefix}.out_proj",
-            columns=rows,
-            out_size=config.hidden_size,
-            has_bias=mamba.has_bias,
-        )
+        self._out = RowParallelLinear(context, f"{prefix}.out_proj", rows, has_bias=mamba.has_bias)
         name = f"{prefix}.conv1d"
         self._convolution = _convolution(
             context, [(f"{name}.weight", part) for part in channels], mamba.width
@@ -347,20 +294,20 @@ class KimiDeltaLayer(DeltaLayer):
         self, context: ModelContext, sections: _Sections, prefix: str
     ) -> ColumnParallelLinear:
         """Load b, and what z and rates are made of."""
-        exact = replace(context, method=UnquantizedMethod(context.kernels))
+        exact, plain = context.exact, context.plain
         rank, (rates, values) = sections.rank, (sections.rates, sections.value_rows)
         whole = Part(0, rank)
-        self._low = self.linear(context, [(f"{prefix}.{name}_a_proj", whole) for name in "fg"])
-        self._decays = self.linear(exact, [(f"{prefix}.f_b_proj", rates)], rank=rank)
-        self._z = self.linear(context, [(f"{prefix}.g_b_proj", values)], rank=rank)
-        return self.linear(exact, sections.narrow(f"{prefix}.in_proj_"))
+        low = [(f"{prefix}.{name}_a_proj", whole) for name in "fg"]
+        self._low = ColumnParallelLinear(exact, low)
+        self._decays = ColumnParallelLinear(plain, [(f"{prefix}.f_b_proj", rates)], in_size=rank)
+        self._z = ColumnParallelLinear(exact, [(f"{prefix}.g_b_proj", values)], in_size=rank)
+        return ColumnParallelLinear(plain, sections.narrow(f"{prefix}.in_proj_"))
 
     def decays(self, context: ModelContext, name: str, heads: Part) -> Tensor:
         """See `DeltaLayer.decays`; the file has [1, 1, heads of all ranks, 1]."""
         assert isinstance(context.config.recurrent, DeltaConfig)
         shape = 1, 1, context.config.recurrent.num_value_heads, 1
-        found = torch.empty(shape, dtype=torch.float32, device=context.reader.device)
-        context.reader.read_into(found, name)
+        found = read_tensor(context.reader, name, *shape, dtype=torch.float32)
         return found.flatten()[heads.start : heads.start + heads.size].clone()
 
     def _inputs(self, x: Tensor) -> Inputs:
@@ -438,28 +385,18 @@ class _Sections:
 
 def _convolution(context: ModelContext, parts: Sequence[tuple[str, Part]], width: int) -> Tensor:
     """Load the weights of this rank's channels, [width, channels]."""
-    reader, loaded = context.reader, []
-    for name, part in parts:
-        shape = part.size, 1, width
-        loaded.append(torch.empty(shape, dtype=reader.dtype, device=reader.device))
-        reader.read_into(loaded[-1], name, rows=part)
-    return torch.cat(loaded)[:, 0].T.contiguous()
+    own = [read_tensor(context.reader, name, n.size, 1, width, rows=n) for name, n in parts]
+    return torch.cat(own)[:, 0].T.contiguous()
 
 
 def _joined(context: ModelContext, name: str, parts: Sequence[Part]) -> Tensor:
     """Load parts of a vector, one behind the other."""
-    reader, found = context.reader, []
-    for part in parts:
-        found.append(torch.empty(part.size, dtype=reader.dtype, device=reader.device))
-        reader.read_into(found[-1], name, rows=part)
-    return torch.cat(found)
+    return torch.cat([read_tensor(context.reader, name, part.size, rows=part) for part in parts])
 
 
 def _floats(context: ModelContext, name: str, heads: Part) -> Tensor:
     """Load a number of each of this rank's value heads, in float32."""
-    numbers = torch.empty(heads.size, dtype=torch.float32, device=context.reader.device)
-    context.reader.read_into(numbers, name, rows=heads)
-    return numbers
+    return read_tensor(context.reader, name, heads.size, rows=heads, dtype=torch.float32)
 
 
 def _features(heads: Part, size: int) -> Part:
