@@ -16,6 +16,8 @@ are stacked as there is room for in the smallest matrix product.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +26,6 @@ from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.configs import (
     KV_KINDS,
     AttentionConfigs,
-    Gpu,
     KVOptions,
     attention_shape,
     gpu_of,
@@ -89,9 +90,29 @@ def attention(
         k_pool = k_pool.expand(-1, shape.num_kv_heads, -1)
     gpu, mod = gpu_of(q.device), score_mod or ScoreMod()
     work = attention_work(batch, shape, sliding_window, configs, gpu)
-    options = (scale * LOG2_E, sliding_window, mod, gpu)
-    attend_chunks(q, k_pool, v_pool, out, batch, work, *options)
-    attend_decodes(q, k_pool, v_pool, out, batch, work, *options)
+    kv_options, head_dim = KVOptions.of(k_pool, gpu), out.shape[2]
+    # Scores are exponents of 2 for kernels.
+    numbers = (
+        *(scale * LOG2_E, sliding_window or 0, mod.soft_cap or 0.0, mod.slopes, mod.sinks),
+        *(*q.stride()[:2], *kv_options.strides, *out.stride()[:2], batch.req_to_slot.stride(0)),
+    )
+    constants = {
+        "HAS_WINDOW": sliding_window is not None,
+        "HAS_CAP": mod.soft_cap is not None,
+        "HAS_SLOPES": mod.slopes is not None,
+        "HAS_SINKS": mod.sinks is not None,
+        "GROUP": num_heads // k_pool.shape[1],
+        "HEAD_DIM": head_dim,
+        "TURNED_DIM": q.shape[2] - head_dim,
+        "BLOCK_D": max(MIN_DOT, next_power_of_2(head_dim)),
+        "BLOCK_T": max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
+        "KIND": kv_options.kind,
+        "UNIT": kv_options.unit,
+        "WIDEN": q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
+    }
+    tensors = (q, k_pool, v_pool, out)
+    _attend_chunks(tensors, batch, work, numbers, constants)
+    _attend_decodes(tensors, batch, work, numbers, constants, num_sms=gpu.num_sms)
     merge(
         work.parts,
         out,
@@ -207,64 +228,25 @@ def _prefill_kernel(
         tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
 
 
-def attend_chunks(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    out: Tensor,
+def _attend_chunks(
+    tensors: tuple[Tensor, ...],
     batch: AttentionBatch,
     work: AttentionWork,
-    scale_log2: float,
-    window: int | None,
-    mod: ScoreMod,
-    gpu: Gpu,
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
 ) -> None:
-    """Attend rows with more than few new tokens; writes their part of `out`, or parts.
-
-    `scale_log2` turns scores into exponents of 2.
-    """
+    """Attend rows with more than few new tokens; writes their part of the output, or parts."""
     if not len(work.chunks):
         return
-    group, head_dim = q.shape[1] // k_pool.shape[1], out.shape[2]
-    config, kv_options = work.prefill, KVOptions.of(k_pool, gpu)
-    _prefill_kernel[len(work.chunks), k_pool.shape[1]](
-        q,
-        k_pool,
-        v_pool,
-        out,
-        batch.req_to_slot,
-        batch.rows,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        work.chunks,
-        work.totals,
-        work.parts.values,
-        work.parts.lse,
-        scale_log2,
-        window or 0,
-        mod.soft_cap or 0.0,
-        mod.slopes,
-        mod.sinks,
-        *q.stride()[:2],
-        *kv_options.strides,
-        *out.stride()[:2],
-        batch.req_to_slot.stride(0),
+    config, group = work.prefill, constants["GROUP"]
+    _prefill_kernel[len(work.chunks), tensors[1].shape[1]](
+        *(*tensors, batch.req_to_slot, batch.rows, batch.cu_seqlens_q, batch.context_lens),
+        *(work.chunks, work.totals, work.parts.values, work.parts.lse, *numbers),
+        **constants,
         IS_CUT=work.is_cut,
-        HAS_WINDOW=window is not None,
-        HAS_CAP=mod.soft_cap is not None,
-        HAS_SLOPES=mod.slopes is not None,
-        HAS_SINKS=mod.sinks is not None,
-        GROUP=group,
         TOKENS=config.tokens(group),
-        HEAD_DIM=head_dim,
-        TURNED_DIM=q.shape[2] - head_dim,
         BLOCK_Q=max(config.block_m, next_power_of_2(group)),
-        BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
-        BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
-        KIND=kv_options.kind,
-        UNIT=kv_options.unit,
-        WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -348,64 +330,29 @@ def _decode_kernel(
             tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
 
 
-def attend_decodes(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    out: Tensor,
+def _attend_decodes(
+    tensors: tuple[Tensor, ...],
     batch: AttentionBatch,
     work: AttentionWork,
-    scale_log2: float,
-    window: int | None,
-    mod: ScoreMod,
-    gpu: Gpu,
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    *,
+    num_sms: int,
 ) -> None:
-    """Attend the rows with few new tokens; writes their part of `out`, or parts.
-
-    `scale_log2` turns scores into exponents of 2.
-    """
+    """Attend the rows with few new tokens; writes their part of the output, or parts."""
     if not len(work.decodes):
         return
-    num_heads, head_dim = out.shape[1:]
-    num_kv_heads = k_pool.shape[1]
-    config, kv_options = work.decode, KVOptions.of(k_pool, gpu)
+    config, num_kv_heads = work.decode, tensors[1].shape[1]
     most = len(work.decodes) * num_kv_heads
-    _decode_kernel[min(most, gpu.num_sms * config.programs_per_sm),](
-        q,
-        k_pool,
-        v_pool,
-        out,
-        work.parts.values,
-        work.parts.lse,
-        batch.req_to_slot,
-        work.decodes,
-        work.totals,
-        scale_log2,
-        window or 0,
-        mod.soft_cap or 0.0,
-        mod.slopes,
-        mod.sinks,
-        *q.stride()[:2],
-        *kv_options.strides,
-        *out.stride()[:2],
-        batch.req_to_slot.stride(0),
+    _decode_kernel[min(most, num_sms * config.programs_per_sm),](
+        *(*tensors, work.parts.values, work.parts.lse, batch.req_to_slot),
+        *(work.decodes, work.totals, *numbers),
+        **constants,
         NUM_KV_HEADS=num_kv_heads,
-        HAS_WINDOW=window is not None,
-        HAS_CAP=mod.soft_cap is not None,
-        HAS_SLOPES=mod.slopes is not None,
-        HAS_SINKS=mod.sinks is not None,
-        GROUP=num_heads // num_kv_heads,
         TOGETHER=work.together,
         SPLITS=work.decode_splits,
-        HEAD_DIM=head_dim,
-        TURNED_DIM=q.shape[2] - head_dim,
-        BLOCK_Q=max(MIN_DOT, next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
-        BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
+        BLOCK_Q=max(MIN_DOT, next_power_of_2(constants["GROUP"])),
         BLOCK_N=config.block_n,
-        KIND=kv_options.kind,
-        UNIT=kv_options.unit,
-        WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,

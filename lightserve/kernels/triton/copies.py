@@ -126,11 +126,7 @@ def _move(pool: Tensor, slots: Tensor, rows: Tensor, *, to_pool: bool) -> None:
     block_pieces = min(block_pieces, next_power_of_2(num_pieces))
     num_tiles = len(slots) * cdiv(num_pieces, block_pieces)
     _move_kernel[min(MAX_PROGRAMS, num_tiles),](
-        pool,
-        slots,
-        rows,
-        len(slots),
-        pool.shape[3],
+        pool, slots, rows, len(slots), pool.shape[3],
         NUM_PIECES=num_pieces,
         WORDS=words,
         BLOCK_PIECES=block_pieces,
@@ -138,7 +134,7 @@ def _move(pool: Tensor, slots: Tensor, rows: Tensor, *, to_pool: bool) -> None:
         TO_POOL=to_pool,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 def _as_words(tensor: Tensor) -> Tensor:

@@ -173,22 +173,10 @@ def rotate_and_write(
     strides = (*k_pool.stride()[:2], *v_pool.stride()[:2])
     unit = 1 if kind == "plain" else math.gcd(*strides, WORD_BYTES)
     _rotate_and_write_kernel[num_tokens, num_blocks](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        q if qk_norm is None else qk_norm.q_weight,
-        k if qk_norm is None else qk_norm.k_weight,
-        k_pool,
-        v_pool,
-        slot_mapping,
-        0.0 if qk_norm is None else qk_norm.eps,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        cos.stride(0),
-        *(stride // unit for stride in strides),
+        q, k, v, cos, sin, q if qk_norm is None else qk_norm.q_weight,
+        k if qk_norm is None else qk_norm.k_weight, k_pool, v_pool, slot_mapping,
+        0.0 if qk_norm is None else qk_norm.eps, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        cos.stride(0), *(stride // unit for stride in strides),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
@@ -203,7 +191,7 @@ def rotate_and_write(
         UNIT=unit,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return q
 
 
@@ -267,13 +255,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     half = cos.shape[1]
     if len(q):
         _rotary_kernel[len(q),](
-            q,
-            k,
-            cos,
-            sin,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            cos.stride(0),
+            q, k, cos, sin, *q.stride()[:2], *k.stride()[:2], cos.stride(0),
             NUM_HEADS=q.shape[1],
             NUM_KV_HEADS=k.shape[1],
             HALF=half,
@@ -281,7 +263,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             BLOCK_KV_H=next_power_of_2(k.shape[1]),
             BLOCK_HALF=next_power_of_2(half),
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
     return q, k
 
 
@@ -290,18 +272,11 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
     if not len(k):
         return
     _write_kv_kernel[len(k),](
-        k,
-        v,
-        k_pool,
-        v_pool,
-        slot_mapping,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_pool.stride()[:2],
+        k, v, k_pool, v_pool, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_pool.stride()[:2],
         *v_pool.stride()[:2],
         NUM_KV_HEADS=k.shape[1],
         HEAD_DIM=k.shape[2],
         BLOCK_H=next_power_of_2(k.shape[1]),
         BLOCK_D=next_power_of_2(k.shape[2]),
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip

@@ -309,13 +309,7 @@ def merge(
     num_heads, head_dim = out.shape[1:]
     most = max(1, num_sms * _PROGRAMS_PER_SM // num_heads)
     _merge_kernel[min(len(merged), most), num_heads](
-        parts.values,
-        parts.lse,
-        out,
-        merged,
-        totals,
-        sinks,
-        *out.stride()[:2],
+        parts.values, parts.lse, out, merged, totals, sinks, *out.stride()[:2],
         NUM_HEADS=num_heads,
         HAS_SINKS=sinks is not None,
         MAX_SPLITS=max_splits,
@@ -324,4 +318,4 @@ def merge(
         BLOCK_S=min(_MERGED_AT_ONCE, max_splits),
         num_warps=1,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip

@@ -362,16 +362,8 @@ def _plan(
         parts=make_parts(num_parts, shape.num_heads, shape.head_dim, device),
     )
     _plan_kernel[len(batch.rows),](
-        work.decodes,
-        work.chunks,
-        work.merged,
-        work.totals,
-        batch.rows,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        window or 0,
-        first_chunk_part,
-        most_few,
+        work.decodes, work.chunks, work.merged, work.totals, batch.rows, batch.cu_seqlens_q,
+        batch.context_lens, window or 0, first_chunk_part, most_few,
         HAS_WINDOW=shape.has_window,
         SPLITS=splits,
         SPLIT_LEN=decode.split_len,
@@ -387,7 +379,7 @@ def _plan(
         BLOCK_R=min(_ROWS_AT_ONCE, next_power_of_2(max(16, len(batch.req_to_slot)))),
         FEW_ROOM=0 if batch.most is None else _few_room(batch.most),
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return work
 
 

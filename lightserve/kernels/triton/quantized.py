@@ -269,17 +269,8 @@ def _multiply(
     launch = launch_of(num_rows, kind, block_k, is_e4m3=x.dtype is torch.uint8)
     blocks = cdiv(num_rows, launch.block_r), cdiv(num_outputs, launch.block_n)
     _product_kernel[blocks](
-        x,
-        factors if x_factors is None else x_factors,
-        values,
-        factors,
-        zeros,
-        bias,
-        out,
-        num_rows,
-        num_outputs,
-        x.stride(0),
-        factors.stride(0),
+        x, factors if x_factors is None else x_factors, values, factors, zeros, bias, out, num_rows,
+        num_outputs, x.stride(0), factors.stride(0),
         NUM_INPUTS=num_inputs,
         NUM_BYTES=num_bytes,
         KIND=kind,
@@ -292,7 +283,7 @@ def _multiply(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -159,12 +159,7 @@ def scan(
         own.new_empty(num_rows, num_groups, dtype=torch.float32),
     )
     sampling_scan.scan_kernel[num_chunks, num_rows](
-        *logits.pointers,
-        temperature,
-        *found,
-        own.stride(0),
-        vocab_size,
-        num_chunks,
+        *logits.pointers, temperature, *found, own.stride(0), vocab_size, num_chunks,
         IS_ADJUSTED=logits.adjusted is not None,
         HAS_TOTALS=has_totals,
         HAS_PEAKS=has_peaks,
@@ -172,7 +167,7 @@ def scan(
         GROUP=GROUP,
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return found
 
 
@@ -189,39 +184,24 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
         own.new_empty(num_rows, num_chunks, dtype=torch.float32),
     )
     sampling_scan.cut_kernel[num_rows,](
-        draws.temperature,
-        draws.top_p,
-        draws.top_k,
-        found.largest,
-        found.total,
-        found.peaks,
-        candidates.cut,
-        candidates.number,
-        vocab_size,
-        num_chunks,
-        num_groups,
+        draws.temperature, draws.top_p, draws.top_k, found.largest, found.total, found.peaks,
+        candidates.cut, candidates.number, vocab_size, num_chunks, num_groups,
         CANDIDATES=CANDIDATES,
         BLOCK_C=block_c,
         BLOCK_G=next_power_of_2(num_groups),
         num_warps=4,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     sampling_scan.gather_kernel[num_chunks, num_rows](
-        *logits.pointers,
-        draws.temperature,
-        draws.min_p,
-        found.largest,
-        *candidates,
-        own.stride(0),
-        vocab_size,
-        num_chunks,
+        *logits.pointers, draws.temperature, draws.min_p, found.largest, *candidates, own.stride(0),
+        vocab_size, num_chunks,
         IS_ADJUSTED=logits.adjusted is not None,
         CANDIDATES=CANDIDATES,
         CHUNK=CHUNK,
         BLOCK_C=block_c,
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return candidates
 
 
@@ -238,22 +218,16 @@ def draw(
     token_ids = own.new_empty(num_rows, dtype=torch.int64)
     is_finite = own.new_empty(num_rows, dtype=torch.bool)
     sampling_scan.draw_kernel[num_rows,](
-        *logits.pointers,
-        *draws,
-        *found[:4],
-        found.total if candidates is None else candidates.kept,
-        token_ids,
-        is_finite,
-        own.stride(0),
-        vocab_size,
-        num_chunks,
+        *logits.pointers, *draws, *found[:4],
+        found.total if candidates is None else candidates.kept, token_ids, is_finite, own.stride(0),
+        vocab_size, num_chunks,
         IS_ADJUSTED=logits.adjusted is not None,
         HAS_KEPT=candidates is not None,
         CHUNK=CHUNK,
         BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return token_ids, is_finite
 
 
@@ -269,13 +243,7 @@ def draw_top(
     num_rows, vocab_size = own.shape
     num_chunks = found.largest.shape[1]
     sampling_search.draw_top_kernel[num_rows,](
-        *logits.pointers,
-        *draws,
-        *found[:3],
-        *candidates,
-        *drawn,
-        own.stride(0),
-        vocab_size,
+        *logits.pointers, *draws, *found[:3], *candidates, *drawn, own.stride(0), vocab_size,
         num_chunks,
         IS_ADJUSTED=logits.adjusted is not None,
         CANDIDATES=CANDIDATES,
@@ -283,7 +251,7 @@ def draw_top(
         BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 def logprobs(
@@ -304,25 +272,13 @@ def logprobs(
     top_ids = own.new_empty(num_rows, num_top, dtype=torch.int32)
     is_finite = own.new_empty(num_rows, dtype=torch.bool)
     logprobs_kernel[num_rows,](
-        own,
-        token_ids,
-        found.largest,
-        found.total,
-        found.is_finite,
-        candidates.number,
-        candidates.keys,
-        chosen,
-        top_ids,
-        top,
-        is_finite,
-        own.stride(0),
-        vocab_size,
-        num_chunks,
+        own, token_ids, found.largest, found.total, found.is_finite, candidates.number,
+        candidates.keys, chosen, top_ids, top, is_finite, own.stride(0), vocab_size, num_chunks,
         num_top,
         CANDIDATES=CANDIDATES,
         TILE=TILE,
         BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return chosen, top_ids, top, is_finite

@@ -146,39 +146,21 @@ def adjust(own: Tensor, batch) -> Tensor:
         _count(batch)
     masks = batch.masks
     adjust_kernel[cdiv(vocab_size, CHUNK), num_changed](
-        out if has_bias else own,
-        out,
-        batch.token_ids,
-        batch.rows.rows,
-        batch.positions,
-        changes.indices,
-        changes.num_prompt_tokens,
-        changes.drafts_before,
-        changes.repetition,
-        changes.frequency,
-        changes.presence,
-        changes.min_tokens,
-        changes.eos_token_ids,
-        changes.allowed_rows,
-        changes.allowed_bits,
+        out if has_bias else own, out, batch.token_ids, batch.rows.rows, batch.positions,
+        changes.indices, changes.num_prompt_tokens, changes.drafts_before, changes.repetition,
+        changes.frequency, changes.presence, changes.min_tokens, changes.eos_token_ids,
+        changes.allowed_rows, changes.allowed_bits,
         changes.allowed_rows if masks is None else masks.rows,
-        changes.allowed_bits if masks is None else masks.bits,
-        known.counts,
-        known.num_counted,
-        batch.token_ids.stride(0),
-        vocab_size if has_bias else own.stride(0),
-        known.counts.stride(0),
-        vocab_size,
-        changes.eos_token_ids.shape[1],
-        changes.allowed_bits.shape[1],
-        0 if masks is None else masks.bits.shape[1],
-        int(changes.has_penalties),
-        int(masks is not None),
+        changes.allowed_bits if masks is None else masks.bits, known.counts, known.num_counted,
+        batch.token_ids.stride(0), vocab_size if has_bias else own.stride(0),
+        known.counts.stride(0), vocab_size, changes.eos_token_ids.shape[1],
+        changes.allowed_bits.shape[1], 0 if masks is None else masks.bits.shape[1],
+        int(changes.has_penalties), int(masks is not None),
         IS_OWN=not has_bias,
         CHUNK=CHUNK,
         num_warps=8,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -186,21 +168,12 @@ def _count(batch) -> None:
     """Count newly known tokens in rows with penalties."""
     changes, known = batch.rows.adjustments, batch.known_counts
     count_kernel[COUNT_PARTS, len(changes.indices)](
-        batch.token_ids,
-        batch.rows.rows,
-        batch.positions,
-        changes.indices,
-        changes.num_prompt_tokens,
-        changes.drafts_before,
-        changes.repetition,
-        changes.frequency,
-        changes.presence,
-        known.counts,
-        known.num_counted,
-        batch.token_ids.stride(0),
+        batch.token_ids, batch.rows.rows, batch.positions, changes.indices,
+        changes.num_prompt_tokens, changes.drafts_before, changes.repetition, changes.frequency,
+        changes.presence, known.counts, known.num_counted, batch.token_ids.stride(0),
         known.counts.stride(0),
         TILE=COUNT_TILE,
         NUM_PARTS=COUNT_PARTS,
         num_warps=4,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
