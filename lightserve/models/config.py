@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models import mamba_families, own_config, plain_config, recurrent_families
@@ -32,7 +33,7 @@ from lightserve.models.latent_config import (
     parse_mistral4,
 )
 from lightserve.models.moe_config import MoeConfig, parse_gpt_oss, parse_llama4
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights
+from lightserve.models.plain_config import NormWeights, rotary_fields, sizes_of
 from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     DEFAULT_THETA,
@@ -42,8 +43,6 @@ from lightserve.models.rope import (
     RopeConfig,
     YarnRope,
     parse_query_growth,
-    parse_rope,
-    parse_rotary_dim,
 )
 from lightserve.models.vision_config import VisionConfig, text_part
 from lightserve.models.vision_families import parse_vision
@@ -88,6 +87,14 @@ _HEADS_OF_128 = (
     Architecture.MINIMAX_M2,
     *_GLM,
 )
+_HEADS_ALONE = (
+    Architecture.LLAMA,
+    Architecture.PHI3,
+    Architecture.GRANITE,
+    *_OLMO,
+    Architecture.OLMOE,
+)
+"""Families each of whose query heads has a KV head of its own where the file does not say."""
 _PARTLY_ROTATED = (*_GLM, Architecture.GLM4_MOE, Architecture.PHI3, Architecture.MINIMAX_M2)
 _WITH_DRAFT_HEADS = (Architecture.DEEPSEEK_V3, Architecture.GLM4_MOE, Architecture.GLM4_MOE_LITE)
 """Families whose files may have a layer that guesses tokens."""
@@ -365,12 +372,7 @@ def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
             vision=vision,
             **own,
         )
-    is_gemma = architecture in _GEMMA
-    _check_activation(fields, is_gemma=is_gemma)
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
-    max_position_embeddings = fields.integer("max_position_embeddings")
+    _check_activation(fields, is_gemma=architecture in _GEMMA)
     is_glm_moe = architecture is Architecture.GLM4_MOE
     is_seed = architecture is Architecture.SEED_OSS
     attention_bias = fields.boolean("attention_bias", default=architecture in _GLM or is_seed)
@@ -381,28 +383,26 @@ def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
         Architecture.SEED_OSS,
     )
     has_all_biases = architecture in _BIASED and attention_bias
-    head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=_rotated_share(fields, architecture))
-    if rotary_dim < head_dim and architecture not in _PARTLY_ROTATED:
+    sizes = sizes_of(fields.with_defaults(_defaults(fields, architecture)))
+    rotary = rotary_fields(
+        fields,
+        sizes,
+        share=_rotated_share(fields, architecture),
+        theta=THETAS.get(architecture, DEFAULT_THETA),
+        is_phi=architecture is Architecture.PHI3,
+    )
+    if rotary["rotary_share"] < sizes["head_dim"] and architecture not in _PARTLY_ROTATED:
         raise fields.error("partial_rotary_factor", "must be 1 in this architecture")
+    num_layers = sizes["num_layers"]
+    own = {
+        "sliding_windows": sliding_windows(fields, architecture, num_layers),
+        "tie_word_embeddings": is_headless or sizes["tie_word_embeddings"],
+        **rotary,
+        **fields_of(fields, architecture, num_layers),
+    }
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, architecture, num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=parse_rope(
-            fields,
-            max_position_embeddings=max_position_embeddings,
-            rotary_dim=rotary_dim,
-            is_phi=architecture is Architecture.PHI3,
-            default_theta=THETAS.get(architecture, DEFAULT_THETA),
-        ),
-        max_position_embeddings=max_position_embeddings,
         qkv_bias=architecture is Architecture.QWEN2
         or has_all_biases
         or (architecture in _QKV_BIASED and attention_bias)
@@ -412,21 +412,28 @@ def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
         mlp_bias=reads_mlp_bias and fields.boolean("mlp_bias", default=False),
         qk_norm=architecture in _HEAD_NORM
         or (is_glm_moe and fields.boolean("use_qk_norm", default=False)),
-        rotary_share=rotary_dim,
-        query_growth=parse_query_growth(fields, max_position_embeddings)
+        query_growth=parse_query_growth(fields, sizes["max_position_embeddings"])
         if architecture is Architecture.MINISTRAL3
         else None,
         is_headless=is_headless,
-        tie_word_embeddings=is_headless
-        or fields.boolean(
-            "tie_word_embeddings", default=is_gemma or architecture is Architecture.SMOLLM3
-        ),
-        sliding_windows=sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         weight_format=weight_format,
         vision=vision,
-        **fields_of(fields, architecture, num_layers),
+        **(sizes | own),
     )
+
+
+def _defaults(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
+    """Return sizes that transformers takes where their config is silent."""
+    is_tied = architecture in (*_GEMMA, Architecture.SMOLLM3)
+    defaults: dict[str, Any] = {"tie_word_embeddings": is_tied}
+    if architecture in _GEMMA:
+        defaults["head_dim"] = 256
+    elif architecture in _HEADS_OF_128:
+        defaults["head_dim"] = 128
+    if architecture in _HEADS_ALONE:
+        defaults["num_key_value_heads"] = fields.integer("num_attention_heads")
+    return defaults
 
 
 def _rotated_share(fields: JsonFields, architecture: Architecture) -> float:
@@ -529,35 +536,6 @@ def _architecture(fields: JsonFields) -> Architecture:
         return others.get(names[0]) or Architecture(names[0])
     except ValueError:
         raise fields.error("architectures", f"names {names[0]!r}; supported are {known}") from None
-
-
-def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int) -> int:
-    takes_all = (
-        Architecture.LLAMA,
-        Architecture.PHI3,
-        Architecture.GRANITE,
-        *_OLMO,
-        Architecture.OLMOE,
-    )
-    return fields.num_kv_heads(num_heads, default=num_heads if architecture in takes_all else None)
-
-
-def _head_dim(
-    fields: JsonFields, architecture: Architecture, hidden_size: int, num_heads: int
-) -> int:
-    if fields.has("head_dim"):
-        head_dim = fields.integer("head_dim")
-    elif architecture in _GEMMA:
-        head_dim = 256
-    elif architecture in _HEADS_OF_128:
-        head_dim = 128  # what transformers takes when their config is silent
-    elif hidden_size % num_heads:
-        raise fields.error("hidden_size", f"must divide by num_attention_heads {num_heads}")
-    else:
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even, got {head_dim}")
-    return head_dim
 
 
 def _dtype(fields: JsonFields) -> str | None:

@@ -335,12 +335,20 @@ def rotary_fields(
     *,
     share: float = 1.0,
     theta: float = DEFAULT_THETA,
+    is_phi: bool = False,
 ) -> dict[str, Any]:
-    """Return a decoder's rotary embedding as fields of `ModelConfig`; see `decoder_fields`."""
+    """Return a decoder's rotary embedding as fields of `ModelConfig`; see `decoder_fields`.
+
+    `is_phi`: see `parse_rope`.
+    """
     rotary_dim = parse_rotary_dim(fields, sizes["head_dim"], share=share)
     length = sizes["max_position_embeddings"]
     rope = parse_rope(
-        fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
+        fields,
+        max_position_embeddings=length,
+        rotary_dim=rotary_dim,
+        default_theta=theta,
+        is_phi=is_phi,
     )
     return {"rope": rope, "rotary_share": rotary_dim}
 

@@ -92,7 +92,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 2**40}, "'vocab_size' must be between 1 and"),
     ({"hidden_size": 64.5}, "'hidden_size' must be an integer"),
     ({"hidden_size": 0}, "'hidden_size' must be between"),
-    ({"hidden_size": 66, "head_dim": ...}, "'hidden_size' must divide by num_attention_heads 4"),
+    ({"hidden_size": 66, "head_dim": ...}, "'hidden_size' must be 4 times an even number"),
     ({"intermediate_size": []}, "'intermediate_size' must be an integer"),
     ({"num_hidden_layers": 10**9}, "'num_hidden_layers' must be between 1 and 4096"),
     ({"num_attention_heads": ...}, "'num_attention_heads' is missing"),
