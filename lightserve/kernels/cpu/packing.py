@@ -32,14 +32,8 @@ def pack(core: Core, operations: Operations, weight: Tensor, *, is_gated: bool) 
         num_outputs, num_inputs, is_bf16=weight.dtype is torch.bfloat16, is_gated=is_gated
     )
     packed = _memory(core, size, weight.dtype)
-    operations.pack(
-        weight.data_ptr(),
-        num_outputs,
-        num_inputs,
-        is_gated,
-        packed.data_ptr(),
-        torch.get_num_threads(),
-    )
+    sizes = (num_outputs, num_inputs, is_gated)
+    operations.pack(weight.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
     return packed[: weight.numel()].view(weight.shape)
 
 
@@ -51,13 +45,8 @@ def quantize(core: Core, operations: Operations, weight: Tensor, *, is_gated: bo
     packed = _memory(core, size, torch.int8)
     factors = torch.empty(num_panels(num_outputs, is_gated=is_gated) * PANEL, dtype=torch.float32)
     operations.pack_int8(
-        weight.data_ptr(),
-        num_outputs,
-        num_inputs,
-        is_gated,
-        packed.data_ptr(),
-        factors.data_ptr(),
-        torch.get_num_threads(),
+        *(weight.data_ptr(), num_outputs, num_inputs, is_gated),
+        *(packed.data_ptr(), factors.data_ptr(), torch.get_num_threads()),
     )
     return Int8Weight(packed, factors, num_outputs, is_gated)
 
@@ -72,14 +61,8 @@ def quantize_groups(
         core, num_outputs, num_inputs, bits=4, group_size=group_size, is_gated=is_gated
     )
     operations.quantize_groups(
-        weight.data_ptr(),
-        num_outputs,
-        num_inputs,
-        group_size,
-        is_gated,
-        result.packed.data_ptr(),
-        result.factors.data_ptr(),
-        result.zeros.data_ptr(),
+        *(weight.data_ptr(), num_outputs, num_inputs, group_size, is_gated),
+        *(part.data_ptr() for part in result[:3]),
         torch.get_num_threads(),
     )
     return result
@@ -115,13 +98,8 @@ def pack_groups(
         core, num_outputs, num_inputs, bits=bits, group_size=group_size, is_gated=is_gated
     )
     lines = _in_panels(integers, is_gated=is_gated).contiguous()
-    core.pack_groups(
-        lines.data_ptr(),
-        (len(lines), num_inputs),
-        bits,
-        result.packed.data_ptr(),
-        torch.get_num_threads(),
-    )
+    sizes, packed = (len(lines), num_inputs), result.packed.data_ptr()
+    core.pack_groups(lines.data_ptr(), sizes, bits, packed, torch.get_num_threads())
     for target, source in ((result.factors, factors), (result.zeros, zeros)):
         own = _in_panels(source, is_gated=is_gated)
         target.copy_(own.view(len(target), PANEL, -1).mT)
@@ -177,13 +155,8 @@ def numbers_of(weight: Weight) -> PackedNumbers:
         case Int8Weight():
             return PackedNumbers(weight.packed.data_ptr(), weight.factors.data_ptr(), 0, 8, 0)
         case GroupedWeight():
-            return PackedNumbers(
-                weight.packed.data_ptr(),
-                weight.factors.data_ptr(),
-                weight.zeros.data_ptr(),
-                weight.bits,
-                weight.group_size,
-            )
+            packed, factors, zeros = (part.data_ptr() for part in weight[:3])
+            return PackedNumbers(packed, factors, zeros, weight.bits, weight.group_size)
     assert isinstance(weight, Tensor), "the native core has no floating point of 8 bits"
     return PackedNumbers(weight.data_ptr(), 0, 0, 0, 0)
 
@@ -216,19 +189,10 @@ def expert_mixer(
         assert (chosen.dtype, shares.dtype) == (torch.int64, torch.float32)
         assert chosen.is_contiguous() and shares.is_contiguous()
         if num_rows and not operations.mix_experts(
-            x.data_ptr(),
-            x.stride(0),
-            num_rows,
-            chosen.data_ptr(),
-            shares.data_ptr(),
-            chosen.shape[1],
-            table.data_ptr(),
-            len(experts),  # which own the weights whose addresses are in the table
-            num_inputs,
-            size,
-            out.data_ptr(),
-            level,
-            torch.get_num_threads(),
+            *(x.data_ptr(), x.stride(0), num_rows),
+            *(chosen.data_ptr(), shares.data_ptr(), chosen.shape[1]),
+            *(table.data_ptr(), len(experts)),  # which own the weights with addresses in the table
+            *(num_inputs, size, out.data_ptr(), level, torch.get_num_threads()),
         ):
             raise IndexError(f"an expert of {chosen.tolist()} is not below {len(experts)}")
         return out
@@ -246,20 +210,9 @@ def choose_experts(
     shares = products.new_empty(num_rows, choice.num_chosen)
     if num_rows:
         operations.choose_experts(
-            products.data_ptr(),
-            num_rows,
-            None if bias is None else bias.data_ptr(),
-            num_experts,
-            choice.num_groups,
-            choice.num_chosen_groups,
-            choice.group_best,
-            choice.num_chosen,
-            choice.is_sigmoid,
-            choice.normalises,
-            choice.added,
-            choice.scale,
-            chosen.data_ptr(),
-            shares.data_ptr(),
-            torch.get_num_threads(),
+            *(products.data_ptr(), num_rows, None if bias is None else bias.data_ptr()),
+            *(num_experts, choice.num_groups, choice.num_chosen_groups, choice.group_best),
+            *(choice.num_chosen, choice.is_sigmoid, choice.normalises, choice.added, choice.scale),
+            *(chosen.data_ptr(), shares.data_ptr(), torch.get_num_threads()),
         )
     return chosen, shares

@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton import quantized
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 from lightserve.kernels.triton.norms import round_rows
-from lightserve.kernels.triton.quantized import add_tile, finished, half_of
+from lightserve.kernels.triton.quantized import add_tile, finished, form_of
 from lightserve.kernels.weights import (
     SILU_GATES,
     BlockActivation,
@@ -232,17 +231,9 @@ def stack_experts(
 ) -> PackedExperts:
     """See `Kernels.stack_experts`."""
     first, zeros = weights[0], None
-    match first:
-        case Int8Weight():
-            kind, group, block_k = "int8", 0, 2 * quantized.BLOCK_K
-        case Fp8Weight():
-            kind, group, block_k = "fp8", first.group, quantized.BLOCK_K
-        case Fp4Weight():
-            kind, group, block_k = "fp4", first.group_size, half_of(first.group_size)
-        case GroupedWeight():
-            kind = "int4" if first.bits == 4 else "uint8"
-            group, block_k = first.group_size, half_of(first.group_size)
-            zeros = torch.cat([own.zeros for own in weights if isinstance(own, GroupedWeight)], 1)
+    kind, group, block_k = form_of(first)
+    if isinstance(first, GroupedWeight):
+        zeros = torch.cat([own.zeros for own in weights if isinstance(own, GroupedWeight)], 1)
     values = torch.cat([own.packed.view(torch.uint8) for own in weights])
     factors = torch.cat([own.factors for own in weights], 1)
     values = values.view(torch.int8) if kind == "int8" else values

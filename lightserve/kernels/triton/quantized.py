@@ -248,19 +248,45 @@ def launch_of(num_rows: int, kind: str, block_k: int, *, is_e4m3: bool = False) 
     return Launch(BLOCK_R, 64 if block_k < BLOCK_K else 32, 4)
 
 
+class Form(NamedTuple):
+    """How kernels read a packed weight."""
+
+    kind: str
+    """See the module."""
+    group: int
+    """Inputs that share a factor; 0: all."""
+    block_k: int
+
+
+def form_of(weight: PackedWeight | Fp4Weight) -> Form:
+    """Return how kernels read a weight."""
+    match weight:
+        case Int8Weight():
+            return Form("int8", 0, 2 * BLOCK_K)
+        case Fp8Weight():
+            return Form("fp8", weight.group, BLOCK_K)
+        case Fp4Weight():
+            return Form("fp4", weight.group_size, half_of(weight.group_size))
+        case GroupedWeight():
+            kind = "int4" if weight.bits == 4 else "uint8"
+            return Form(kind, weight.group_size, half_of(weight.group_size))
+
+
 def _multiply(
     x: Tensor,
-    values: Tensor,
-    factors: Tensor,
-    zeros: Tensor | None,
+    weight: PackedWeight,
     bias: Tensor | None,
     *,
-    kind: str,
-    group: int,
-    block_k: int,
     dtype: torch.dtype | None = None,
     x_factors: Tensor | None = None,
 ) -> Tensor:
+    """Return the product, of `dtype` (default: of x); `x_factors`: of rows that are rounded."""
+    kind, group, block_k = form_of(weight)
+    if kind == "fp8" and x_factors is not None:
+        block_k = group or 2 * BLOCK_K
+    values, factors = weight.packed, weight.factors
+    values = values.view(torch.uint8) if kind == "fp8" else values
+    zeros = weight.zeros if isinstance(weight, GroupedWeight) else None
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, num_inputs), (num_outputs, num_bytes) = x.shape, values.shape
     out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
@@ -303,35 +329,14 @@ def linear_rounded(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor
     if len(x) < INTEGERS_FROM:
         return linear_int8(x, weight, bias, None)
     rounded = int8_of(x)
-    return _multiply(
-        rounded.packed,
-        weight.packed,
-        weight.factors,
-        None,
-        bias,
-        kind="int8",
-        group=0,
-        block_k=2 * BLOCK_K,
-        dtype=x.dtype,
-        x_factors=rounded.factors,
-    )
+    return _multiply(rounded.packed, weight, bias, dtype=x.dtype, x_factors=rounded.factors)
 
 
 def linear_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Return the product by integers of 8 bits, of `dtype` (default: of x)."""
-    return _multiply(
-        x,
-        weight.packed,
-        weight.factors,
-        None,
-        bias,
-        kind="int8",
-        group=0,
-        block_k=2 * BLOCK_K,
-        dtype=dtype,
-    )
+    return _multiply(x, weight, bias, dtype=dtype)
 
 
 def half_of(group_size: int) -> int:
@@ -391,16 +396,7 @@ def quantize_groups(weight: Tensor, group_size: int) -> GroupedWeight:
 
 def linear_groups(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
     """Return the product by integers in groups."""
-    return _multiply(
-        x,
-        weight.packed,
-        weight.factors,
-        weight.zeros,
-        bias,
-        kind="int4" if weight.bits == 4 else "uint8",
-        group=weight.group_size,
-        block_k=half_of(weight.group_size),
-    )
+    return _multiply(x, weight, bias)
 
 
 def pack_fp8(values: Tensor, factors: Tensor, *, group_size: int) -> Fp8Weight:
@@ -459,25 +455,13 @@ def linear_fp8(
     """
     if weight.rounds_rows and isinstance(x, Tensor):
         x = round_rows(x, weight.group)
-    values, factors, group = weight.packed.view(torch.uint8), weight.factors, weight.group
     if isinstance(x, Tensor):
-        return _multiply(x, values, factors, None, bias, kind="fp8", group=group, block_k=BLOCK_K)
-    assert weight.rounds_rows and x.group == group, "rows are rounded for this weight"
-    key = scaled_key(len(x.values), values.shape[1], len(values))
-    if key in scaled and group == 0 and x.dtype is torch.bfloat16 and len(x.values):
+        return _multiply(x, weight, bias)
+    assert weight.rounds_rows and x.group == weight.group, "rows are rounded for this weight"
+    key = scaled_key(len(x.values), *reversed(weight.packed.shape))
+    if key in scaled and x.group == 0 and x.dtype is torch.bfloat16 and len(x.values):
         return scaled_product(x, weight, bias)
-    return _multiply(
-        x.values,
-        values,
-        factors,
-        None,
-        bias,
-        kind="fp8",
-        group=group,
-        block_k=group or 2 * BLOCK_K,
-        dtype=x.dtype,
-        x_factors=x.factors,
-    )
+    return _multiply(x.values, weight, bias, dtype=x.dtype, x_factors=x.factors)
 
 
 def multiply_block(
