@@ -385,11 +385,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         for flag, given, others in (
             ("--dtype", self.dtype, (*types, "float16") if has_gpu else types),
             ("--device", self.device, ("auto", "cpu", "cuda") if has_gpu else ("auto", "cpu")),
-            (
-                "--attention-backend",
-                self.attention_backend,
-                backends if has_gpu else ("auto",),
-            ),
+            ("--attention-backend", self.attention_backend, backends if has_gpu else ("auto",)),
         ):
             if given not in others:
                 raise ConfigError(f"{what} needs {flag} {' or '.join(others)}, got {given!r}")

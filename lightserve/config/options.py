@@ -390,10 +390,7 @@ class GraphOptions:
         "Most sequences of a step that runs as a CUDA graph; 0 takes --max-num-seqs, at most 512.",
         low=0,
         scope=Scope.PROFILE,
-        needs=(
-            Need("cuda_graphs", ("auto",)),
-            *GPU_KERNELS,
-        ),
+        needs=(Need("cuda_graphs", ("auto",)), *GPU_KERNELS),
     )
     cuda_graph_max_tokens: int = option(
         -1,
@@ -401,10 +398,7 @@ class GraphOptions:
         " launched kernel by kernel; -1: up to where a graph gains time, at most 2,048.",
         low=-1,
         scope=Scope.PROFILE,
-        needs=(
-            Need("cuda_graphs", ("auto",)),
-            *GPU_KERNELS,
-        ),
+        needs=(Need("cuda_graphs", ("auto",)), *GPU_KERNELS),
     )
 
     @property
@@ -496,10 +490,7 @@ class MemoryOptions:
         " best-effort ones from the right; exclusive: a block belongs to one request.",
         choices=("two-ended", "exclusive"),
         scope=Scope.SIMULATE,
-        needs=(
-            Need("preemption", ("recompute",)),
-            Need("cache_policy", ("off",)),
-        ),
+        needs=(Need("preemption", ("recompute",)), Need("cache_policy", ("off",))),
     )
     block_size: int = option(
         16,
@@ -532,10 +523,7 @@ class MemoryOptions:
         " largest step, CUDA graphs and other processes.",
         low=0.05,
         high=1.0,
-        needs=(
-            GPU,
-            Need("kv_memory", ("auto",)),
-        ),
+        needs=(GPU, Need("kv_memory", ("auto",))),
     )
     kv_memory: str = option(
         "auto",

@@ -498,10 +498,7 @@ class Kernels(Protocol):
         raise _missing(self, Can.EXPERTS)
 
     def record(
-        self,
-        layers: Callable[[PassInputs], Tensor],
-        like: PassInputs,
-        ranks: Summing | None = None,
+        self, layers: Callable[[PassInputs], Tensor], like: PassInputs, ranks: Summing | None = None
     ) -> Callable[[PassInputs], Tensor]:
         """Return a function that does as `layers`, to the bit, for any numbers of rows.
 

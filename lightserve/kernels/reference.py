@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import (
-    FACTOR_BYTES,
-    AttentionBatch,
-    Can,
-    ScoreMod,
-    features_of,
-)
+from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, ScoreMod, features_of
 from lightserve.kernels.recurrent import RecurrentOperations
 from lightserve.kernels.weights import (
     SILU_GATES,

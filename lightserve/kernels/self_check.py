@@ -8,7 +8,7 @@ weights keep it to milliseconds and some hundred megabytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -65,8 +65,7 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
     Raises:
         StartupError: one disagrees; names it, its shape, error, limit, and kernels that do not.
     """
-    reason = disagreement(kernels, shapes, device)
-    if reason is not None:
+    if reason := disagreement(kernels, shapes, device):
         raise StartupError(
             f"the {kernels.name} kernels do not agree with the reference on {device}: {reason};"
             f" {_advice(kernels, shapes, device)}"
@@ -92,12 +91,7 @@ def check_quantized(
         if Packed.FP4_EXPERTS in kinds and shapes.num_experts and Can.PACKED_EXPERTS in can
         else (),
     )
-    reason = _first_difference(comparisons, LIMITS[shapes.dtype])
-    if reason is not None:
-        raise StartupError(
-            f"the {kernels.name} kernels do not agree with the reference: {reason};"
-            " --quantization none does without them"
-        )
+    _compare_packed(pair, comparisons, "--quantization none")
 
 
 def check_small_kv(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
@@ -109,12 +103,16 @@ def check_small_kv(kernels: Kernels, shapes: KernelShapes, device: torch.device)
         StartupError: one disagrees.
     """
     assert shapes.pool_dtype is not None
-    comparisons = _small_kv(Pair(kernels, shapes, device), shapes.pool_dtype)
-    reason = _first_difference(comparisons, LIMITS[shapes.dtype])
-    if reason is not None:
+    pair = Pair(kernels, shapes, device)
+    _compare_packed(pair, _small_kv(pair, shapes.pool_dtype), "--kv-dtype auto")
+
+
+def _compare_packed(pair: Pair, comparisons: Iterator[Comparison], option: str) -> None:
+    """Raise StartupError if one disagrees; `option` does without what is compared."""
+    if reason := _first_difference(comparisons, LIMITS[pair.shapes.dtype]):
         raise StartupError(
-            f"the {kernels.name} kernels do not agree with the reference: {reason};"
-            " --kv-dtype auto does without them"
+            f"the {pair.kernels.name} kernels do not agree with the reference: {reason};"
+            f" {option} does without them"
         )
 
 
@@ -277,12 +275,7 @@ def _norms(pair: Pair) -> Iterator[Comparison]:
     if shapes.qk_norm:
         heads = pair.random(LINEAR_ROWS[-1], shapes.num_heads, shapes.head_dim)
         weight = pair.random(shapes.head_dim)
-        yield from pair.compare(
-            "rms_norm",
-            f"{list(heads.shape)}",
-            norm,
-            (heads, weight),
-        )
+        yield from pair.compare("rms_norm", f"{list(heads.shape)}", norm, (heads, weight))
 
 
 def _activations(pair: Pair) -> Iterator[Comparison]:
@@ -317,6 +310,12 @@ class _Heads(NamedTuple):
     def split(self, qkv: Tensor) -> list[Tensor]:
         """Return q, k and v of a copy of `qkv`: views with its strides."""
         return list(qkv.split_with_sizes(self.sizes, dim=1))
+
+    def written(self, pools: Sequence[Tensor], slots: Tensor) -> dict[str, Tensor]:
+        """Return what `rotate_and_write` is told by name: turns, pools and the tokens' slots."""
+        k_pool, v_pool = pools
+        turns = {"cos": self.cos, "sin": self.sin}
+        return {**turns, "k_pool": k_pool, "v_pool": v_pool, "slot_mapping": slots}
 
 
 def _heads_of(pair: Pair, case: CheckBatch) -> _Heads:
@@ -399,22 +398,11 @@ def _small_kv(pair: Pair, dtype: torch.dtype) -> Iterator[Comparison]:
             kv_in_8_bits(pool.nan_to_num(), dtype, word).transpose(0, 1)
             for pool in (case.k_pool, case.v_pool)
         ]
-        norm = None
-        if pair.shapes.qk_norm:
-            own, other = (pair.random(pair.shapes.head_dim) for _ in range(2))
-            weights = pair.norm_weight(own), pair.norm_weight(other)
-            norm = QKNorm(*weights, pair.shapes.rms_norm_eps)
-        q, k, v = heads.split(heads.qkv.clone())
+        norm = _qk_norm(pair, [pair.random(pair.shapes.head_dim) for _ in range(2)])
         with Poison():
             turned = pair.kernels.rotate_and_write(
-                q,
-                k,
-                v,
-                cos=heads.cos,
-                sin=heads.sin,
-                k_pool=pools[0],
-                v_pool=pools[1],
-                slot_mapping=case.batch.slot_mapping,
+                *heads.split(heads.qkv.clone()),
+                **heads.written(pools, case.batch.slot_mapping),
                 qk_norm=norm,
             )
             found = pair.kernels.attention(turned, pools[0], pools[1], case.batch, **options)
@@ -444,22 +432,10 @@ def _rotated_and_written(
     shapes = pair.shapes
 
     def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        q, k, v = heads.split(inputs[0])
-        k_pool, v_pool = _pools(inputs)
-        norm = None
-        if shapes.qk_norm:
-            weights = pair.norm_weight(inputs[3]), pair.norm_weight(inputs[4])
-            norm = QKNorm(*weights, shapes.rms_norm_eps)
         out = kernels.rotate_and_write(
-            q,
-            k,
-            v,
-            cos=heads.cos,
-            sin=heads.sin,
-            k_pool=k_pool,
-            v_pool=v_pool,
-            slot_mapping=case.batch.slot_mapping,
-            qk_norm=norm,
+            *heads.split(inputs[0]),
+            **heads.written(_pools(inputs), case.batch.slot_mapping),
+            qk_norm=_qk_norm(pair, inputs[3:]),
         )
         return out, *inputs[1:3]
 
@@ -467,6 +443,14 @@ def _rotated_and_written(
     weights = (pair.random(shapes.head_dim), pair.random(shapes.head_dim))
     name = "rotate_and_write with norms" if shapes.qk_norm else "rotate_and_write"
     yield from pair.compare(name, rows, run, (heads.qkv, ones, ones, *weights))
+
+
+def _qk_norm(pair: Pair, weights: Sequence[Tensor]) -> QKNorm | None:
+    """Return the model's norms of queries and keys, if it has any, with these weights."""
+    if not pair.shapes.qk_norm:
+        return None
+    q_weight, k_weight = map(pair.norm_weight, weights)
+    return QKNorm(q_weight, k_weight, pair.shapes.rms_norm_eps)
 
 
 def _pools(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -74,12 +74,7 @@ _BIASED = (
 """Families whose `attention_bias` is that of all four products, …"""
 _QKV_BIASED = (*_GLM, Architecture.GLM4_MOE, Architecture.SEED_OSS)
 """… and families where it is that of queries, keys and values."""
-_HEAD_NORM = (
-    Architecture.QWEN3,
-    Architecture.GEMMA3,
-    Architecture.QWEN3_MOE,
-    Architecture.EXAONE4,
-)
+_HEAD_NORM = (Architecture.QWEN3, Architecture.GEMMA3, Architecture.QWEN3_MOE, Architecture.EXAONE4)
 _HEADS_OF_128 = (
     Architecture.QWEN3,
     Architecture.MINISTRAL3,

@@ -17,29 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import (
-    DraftHead,
-    ImageEncoding,
-    KeepsStates,
-    KVTensors,
-    Part,
-    Replaced,
-)
+from lightserve.models.base import DraftHead, ImageEncoding, KeepsStates, KVTensors, Part, Replaced
 from lightserve.models.layers.attention import SelfAttention, rotary_table
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import (
-    ModelContext,
-    VocabEmbedding,
-    VocabWeight,
-    read_tensor,
-)
-from lightserve.models.weight_files import (
-    EMBEDDING,
-    POSITIONS,
-    SCORE_DENSE,
-    SCORE_OUT,
-    TOKEN_TYPES,
-)
+from lightserve.models.layers.linear import ModelContext, VocabEmbedding, VocabWeight, read_tensor
+from lightserve.models.weight_files import EMBEDDING, POSITIONS, SCORE_DENSE, SCORE_OUT, TOKEN_TYPES
 
 GPU_SHARE = 0.75
 """On a GPU, the shortest prompt of a group is at least this share of the longest: the rest is

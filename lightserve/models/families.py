@@ -14,13 +14,7 @@ from torch import Tensor
 from lightserve.kernels.interface import QKNorm
 from lightserve.models.architectures import Architecture
 from lightserve.models.base import KeepsStates, KVTensors, Model, Part, even_part
-from lightserve.models.decoder import (
-    PLAIN,
-    DecoderLayer,
-    DecoderModel,
-    Family,
-    OutputNormLayer,
-)
+from lightserve.models.decoder import PLAIN, DecoderLayer, DecoderModel, Family, OutputNormLayer
 from lightserve.models.deepseek import LatentAttention
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.layers.attention import (

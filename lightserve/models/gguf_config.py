@@ -267,10 +267,7 @@ FAMILIES = {
     "exaone4": GgufFamily(
         "Exaone4ForCausalLM",
         own_names=_OUTPUT_NORMS,
-        own=lambda gguf: {
-            "sliding_window": keys.window_of(gguf),
-            "sliding_window_pattern": 4,
-        },
+        own=lambda gguf: {"sliding_window": keys.window_of(gguf), "sliding_window_pattern": 4},
     ),
     "minimax-m2": GgufFamily(
         "MiniMaxM2ForCausalLM",
@@ -317,9 +314,7 @@ FAMILIES = {
         ),
     ),
     "chatglm": GgufFamily(
-        "ChatGLMModel",
-        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
-        own=keys.chatglm,
+        "ChatGLMModel", own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")), own=keys.chatglm
     ),
     "internlm2": GgufFamily("InternLM2ForCausalLM", has_neighbours=True),
     "baichuan": GgufFamily("BaichuanForCausalLM", has_neighbours=True, own=keys.baichuan),
@@ -327,18 +322,14 @@ FAMILIES = {
     "gptneox": GgufFamily("GPTNeoXForCausalLM", own_names=(_MERGED,), own=keys.gpt_neox),
     "phi2": GgufFamily("PhiForCausalLM"),
     "bloom": GgufFamily(
-        "BloomForCausalLM",
-        own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm.")),
+        "BloomForCausalLM", own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm."))
     ),
     "mpt": GgufFamily("MptForCausalLM", own_names=(_MERGED,), own=keys.mpt),
     "starcoder": GgufFamily(
-        "GPTBigCodeForCausalLM",
-        own_names=(_MERGED, ("model.embed_positions.", "position_embd.")),
+        "GPTBigCodeForCausalLM", own_names=(_MERGED, ("model.embed_positions.", "position_embd."))
     ),
     "smollm3": GgufFamily(
-        "SmolLM3ForCausalLM",
-        has_neighbours=True,
-        own=lambda gguf: {"no_rope_layer_interval": 4},
+        "SmolLM3ForCausalLM", has_neighbours=True, own=lambda gguf: {"no_rope_layer_interval": 4}
     ),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", own=keys.starcoder2),
 }

@@ -528,7 +528,4 @@ def mpt(gguf: GgufFile) -> dict[str, Any]:
 
 def starcoder2(gguf: GgufFile) -> dict[str, Any]:
     """The file has no window, and llama.cpp none."""
-    return {
-        "use_bias": gguf.has("attn_q.bias"),
-        "sliding_window": None,
-    }
+    return {"use_bias": gguf.has("attn_q.bias"), "sliding_window": None}

@@ -430,10 +430,7 @@ def _generation_config(gguf: GgufFile) -> dict[str, Any]:
     return config
 
 
-_TEMPLATES = {
-    "default": "tokenizer.chat_template",
-    "tool_use": "tokenizer.chat_template.tool_use",
-}
+_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 """Keys of chat templates by the names that tokenizer_config.json has for them."""
 
 

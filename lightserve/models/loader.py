@@ -21,12 +21,7 @@ from lightserve.models.gguf_reader import GgufReader, TiledHeads
 from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
 from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.safetensors_reader import SafetensorsReader, StackedExperts
-from lightserve.models.weight_files import (
-    WeightFiles,
-    as_in_files,
-    check_weights,
-    needed_tensors,
-)
+from lightserve.models.weight_files import WeightFiles, as_in_files, check_weights, needed_tensors
 from lightserve.progress import Advance, progress
 
 

@@ -8,14 +8,7 @@ from typing import Any
 
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.plain_config import NormWeights, decoder_fields
-from lightserve.models.rope import (
-    FULL,
-    SLIDING,
-    QueryGrowth,
-    YarnRope,
-    has_rope,
-    unrotated_layers,
-)
+from lightserve.models.rope import FULL, SLIDING, QueryGrowth, YarnRope, has_rope, unrotated_layers
 from lightserve.models.weight_format import is_mxfp4
 
 MAX_EXPERTS = 4096

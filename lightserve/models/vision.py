@@ -203,12 +203,7 @@ class _Projector:
     """outer(activate(inner(patches side by side))), of patches or of all of them normalised."""
 
     def __init__(
-        self,
-        context: ModelContext,
-        vision: VisionConfig,
-        own: PairProjector,
-        name: str,
-        norm: int,
+        self, context: ModelContext, vision: VisionConfig, own: PairProjector, name: str, norm: int
     ) -> None:
         """`context` is that of the encoder; `norm`: numbers that are normalised together."""
         hidden = vision.hidden_size

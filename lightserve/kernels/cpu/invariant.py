@@ -172,11 +172,7 @@ def _tile_groups(batch: AttentionBatch, sliding_window: int | None) -> Iterator[
 
 
 def _group(
-    batch: AttentionBatch,
-    tiles: _Tiles,
-    start: IntArray,
-    length: int,
-    sliding_window: int | None,
+    batch: AttentionBatch, tiles: _Tiles, start: IntArray, length: int, sliding_window: int | None
 ) -> _TileGroup:
     lane = tiles.first[:, None] // QUERY_TILE * QUERY_TILE + np.arange(QUERY_TILE)
     query = np.clip(lane, tiles.first[:, None], tiles.last[:, None])

@@ -12,24 +12,10 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.cpu import packing
-from lightserve.kernels.cpu.core import (
-    Core,
-    Element,
-    Form,
-    Level,
-    Operations,
-    load_core,
-)
+from lightserve.kernels.cpu.core import Core, Element, Form, Level, Operations, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.program import record, row_numbers
-from lightserve.kernels.interface import (
-    AttentionBatch,
-    Can,
-    PassInputs,
-    QKNorm,
-    ScoreMod,
-    Summing,
-)
+from lightserve.kernels.interface import AttentionBatch, Can, PassInputs, QKNorm, ScoreMod, Summing
 from lightserve.kernels.weights import (
     DeltaRule,
     ExpertChoice,
@@ -65,10 +51,7 @@ class NativeKernels(TorchKernels):
             self.can |= Can.ROUNDED_PROMPTS
 
     def record(
-        self,
-        layers: Callable[[PassInputs], Tensor],
-        like: PassInputs,
-        ranks: Summing | None = None,
+        self, layers: Callable[[PassInputs], Tensor], like: PassInputs, ranks: Summing | None = None
     ) -> Callable[[PassInputs], Tensor]:
         """See `Kernels.record`."""
         return record(self._core, layers, like, level=self._level, ranks=ranks)
@@ -254,11 +237,7 @@ class NativeKernels(TorchKernels):
         return self._norm(operations.layer_norm, rows, others, eps).view(x.shape)
 
     def _norm(
-        self,
-        norm: Callable[..., int],
-        x: Tensor,
-        others: tuple[int | None, ...],
-        eps: float,
+        self, norm: Callable[..., int], x: Tensor, others: tuple[int | None, ...], eps: float
     ) -> Tensor:
         """Return norm(x [N, size]); `others` are the further inputs of the core's function."""
         num_rows, size = x.shape

@@ -442,10 +442,7 @@ class _Noted(NamedTuple):
 
 @torch.inference_mode()
 def _note(
-    notes: Notes,
-    layers: Callable[[PassInputs], Tensor],
-    inputs: PassInputs,
-    ranks: Summing | None,
+    notes: Notes, layers: Callable[[PassInputs], Tensor], inputs: PassInputs, ranks: Summing | None
 ) -> _Noted:
     with _noting(notes.core, notes, ranks), notes:
         output = layers(inputs)

@@ -198,10 +198,7 @@ class AttentionConfigs:
         ] = {}
 
     def plus(
-        self,
-        shape: AttentionShape,
-        chunks: ChunkClass | None,
-        config: PrefillConfig | DecodeConfig,
+        self, shape: AttentionShape, chunks: ChunkClass | None, config: PrefillConfig | DecodeConfig
     ) -> AttentionConfigs:
         """Return these and one more; `chunks` None: for decodes."""
         both = AttentionConfigs()
@@ -253,11 +250,7 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
         two_per_sm = [PrefillConfig(128, 64, 4, 3)] if has_wgmma else []
         if gpu.capability != 100:  # there three stages spill registers
             two_per_sm.append(PrefillConfig(128, 64, 8, 3))
-        return [
-            *two_per_sm,
-            PrefillConfig(128, 64, 8, 2),
-            PrefillConfig(64, 32, 4, 2),
-        ]
+        return [*two_per_sm, PrefillConfig(128, 64, 8, 2), PrefillConfig(64, 32, 4, 2)]
     if width <= 128:
         wide = [PrefillConfig(128, 128, 8, 3)] if has_wgmma else []
         return [
@@ -273,11 +266,7 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
         wide.append(PrefillConfig(64, 64, 8, 2))
     elif gpu.capability != 80 or shape.group.bit_count() == 1:  # there others spill
         wide.append(PrefillConfig(128, 32, 8, 2))
-    return [
-        *wide,
-        PrefillConfig(64, 32, 8, 2),
-        PrefillConfig(64, 16, 4, 2),
-    ]
+    return [*wide, PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 16, 4, 2)]
 
 
 def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:

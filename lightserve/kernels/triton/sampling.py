@@ -232,11 +232,7 @@ def draw(
 
 
 def draw_top(
-    logits: Logits,
-    draws: Draws,
-    found: Scan,
-    candidates: Candidates,
-    drawn: tuple[Tensor, Tensor],
+    logits: Logits, draws: Draws, found: Scan, candidates: Candidates, drawn: tuple[Tensor, Tensor]
 ) -> None:
     """Put the tokens of rows with top-k or top-p into the result of `draw`."""
     own = logits.own

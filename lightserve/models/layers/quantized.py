@@ -265,11 +265,7 @@ class StoredMethod(UnquantizedMethod):
 
 
 def packed_weight(
-    kernels: Kernels,
-    parts: list[StoredWeight],
-    device: torch.device,
-    *,
-    is_gated: bool = False,
+    kernels: Kernels, parts: list[StoredWeight], device: torch.device, *, is_gated: bool = False
 ) -> PackedWeight | None:
     """Return parts with the same inputs, one below the other; None: the kernels hold no such."""
     fp8 = fp8_of(parts) if Can.FP8 in kernels.can else None
