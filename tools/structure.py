@@ -167,7 +167,7 @@ def public_members(text: str) -> dict[str, int]:
 def _fields(node: ast.ClassDef) -> Iterator[str]:
     for statement in node.body:
         match statement:
-            case ast.AnnAssign(value=ast.Call(func=ast.Name(id="option"))):
+            case ast.AnnAssign(value=ast.Call(func=ast.Name(id=kind))) if kind.endswith("option"):
                 pass
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name

@@ -25,8 +25,10 @@ from lightserve.config.fields import (
     is_plain_url,
     is_postgres,
     names_of,
+    node_option,
     option,
     parse_memory,
+    profile_option,
 )
 from lightserve.config.options import (
     ANY_NAME,
@@ -49,21 +51,15 @@ MIN_DECISION_LOG_BYTES = 1024 * 1024
 class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):
     """Everything `lightserve serve` can be told. Units are in the names."""
 
-    tp: int = option(
-        1,
-        "Tensor-parallel degree: one worker process per rank.",
-        low=1,
-        high=64,
-        section="Workers",
-        scope=Scope.PROFILE,
+    tp: int = profile_option(
+        1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64, section="Workers"
     )
-    dtype: str = option(
+    dtype: str = profile_option(
         "auto",
         "Type of weights and KV; auto takes the model's own, but bfloat16 for float32 on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
-        scope=Scope.PROFILE,
     )
-    quantization: str = option(
+    quantization: str = profile_option(
         "none",
         "Weights rounded when they are loaded: int8 keeps 8 bits of each, so a decode reads"
         " half as much; int4 keeps about 5, and 8 in the output layer (the CPU's native kernels,"
@@ -72,15 +68,13 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " bfloat16). fp8 rounds activations, too, for GPUs that multiply such numbers; elsewhere"
         " it saves nothing.",
         choices=("none", "int8", "w8a8", "int4", "fp8"),
-        scope=Scope.PROFILE,
     )
-    kv_dtype: str = option(
+    kv_dtype: str = profile_option(
         "auto",
         "Type of keys and values: auto is the model's; int8 keeps 8 bits of each number and a"
         " factor for each head, so that nearly twice the tokens fit (the CPU's native kernels,"
         " and Triton's on a GPU). fp8 keeps floating point of 8 bits (e4m3) instead, on GPUs.",
         choices=("auto", "int8", "fp8"),
-        scope=Scope.PROFILE,
     )
     pooling: str = option(
         "auto",
@@ -90,39 +84,32 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " (/v1/rerank).",
         choices=("auto", "cls", "mean", "last", "yes-no"),
     )
-    max_model_len: int = option(
-        0,
-        "Longest sequence, prompt and output, in tokens; 0 takes the model's own.",
-        low=0,
-        scope=Scope.PROFILE,
+    max_model_len: int = profile_option(
+        0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
     )
-    device: str = option(
+    device: str = profile_option(
         "auto",
         "Device of the workers: auto takes a GPU per rank (cuda) where there is one, else the CPU.",
         choices=("auto", "cpu", "cuda"),
-        scope=Scope.PROFILE,
     )
-    attention_backend: str = option(
+    attention_backend: str = profile_option(
         "auto",
         "Kernels of the workers: auto is triton on a GPU and native on the CPU, or torch where the"
         " native core was not built; torch is for the CPU alone; reference is plain and slow.",
         choices=("auto", "triton", "torch", "reference"),
-        scope=Scope.PROFILE,
     )
-    kernel_tuning: str = option(
+    kernel_tuning: str = profile_option(
         "auto",
         "Block sizes of Triton kernels, and products of few rows by them or by cuBLAS, of"
         " FP8 by them or by torch: auto (measured at the start on a GPU, and cached), or off (the"
         " built-in ones, cuBLAS, and Triton for FP8).",
         choices=("auto", "off"),
-        scope=Scope.PROFILE,
         needs=GPU_KERNELS,
     )
-    batch_invariant: bool = option(
+    batch_invariant: bool = profile_option(
         False,
         "Make each request's tokens independent, bit for bit, of the requests beside it"
         " (float32 only; slower).",
-        scope=Scope.PROFILE,
     )
     num_threads: int = option(
         0,
@@ -138,30 +125,26 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " threads and TP, else measured before the first request and cached), off (learnt while"
         " serving), or a file that lightserve profile wrote.",
     )
-    chat_template: str = option(
+    chat_template: str = node_option(
         "",
         "File with a Jinja chat template to use instead of the model's own.",
         section="Templates and parsers",
-        scope=Scope.NODE,
     )
-    closed_schemas: bool = option(
+    closed_schemas: bool = node_option(
         False,
         "Objects of JSON schemas that name properties and say nothing of additionalProperties have"
         " no others. Otherwise they may, as JSON Schema has it.",
-        scope=Scope.NODE,
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = node_option(
         "auto",
         "How the model writes tool calls. auto: as its chat template shows. See docs/api.md.",
         choices=("auto", "none", *CALL_FORMATS),
-        scope=Scope.NODE,
     )
-    reasoning_parser: str = option(
+    reasoning_parser: str = node_option(
         "auto",
         "How the model writes reasoning, which becomes reasoning_content. auto: as its chat"
         " template shows. See docs/api.md.",
         choices=("auto", "none", *REASONING_FORMATS),
-        scope=Scope.NODE,
     )
     start_timeout_s: float = option(
         600.0,
@@ -174,17 +157,14 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         "Workers that finish no step for this time while they have work are replaced.",
         low=0.5,
     )
-    shutdown_timeout_s: float = option(
-        30.0, "Longest time for requests in flight after SIGTERM.", low=0.0, scope=Scope.NODE
+    shutdown_timeout_s: float = node_option(
+        30.0, "Longest time for requests in flight after SIGTERM.", low=0.0
     )
-    max_restarts: int = option(
-        5,
-        "Restarts of children within --restart-window-s before the server gives up.",
-        low=0,
-        scope=Scope.NODE,
+    max_restarts: int = node_option(
+        5, "Restarts of children within --restart-window-s before the server gives up.", low=0
     )
-    restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0, scope=Scope.NODE)
-    batch_store: str = option(
+    restart_window_s: float = node_option(60.0, "See --max-restarts.", low=1.0)
+    batch_store: str = node_option(
         "auto",
         "Place of files, batches and responses (/v1/files, /v1/batches, /v1/responses): a"
         " directory on a disk of this machine, made if it does not exist, or postgresql://…,"
@@ -192,7 +172,6 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " or ~/.local/state, for files, batches and responses that ask to be stored. none:"
         " nothing is kept.",
         section="Files and batches",
-        scope=Scope.NODE,
     )
     file_store: str = option(
         "",
@@ -207,76 +186,62 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
             ),
         ),
     )
-    batch_max_in_flight: int = option(
+    batch_max_in_flight: int = node_option(
         256,
         "Most lines of batches that the router has at once.",
         low=1,
         high=4096,
-        scope=Scope.NODE,
         needs=(Need("batch_store", refused=("none",)),),
     )
-    batch_max_stored_bytes: int = option(
+    batch_max_stored_bytes: int = node_option(
         10_000_000_000,
         "Most bytes of files, batches and responses that are kept for one API key; above it"
         " uploads get a 413.",
         low=1,
-        scope=Scope.NODE,
         needs=(Need("batch_store", refused=("none",)),),
     )
-    batch_min_free_bytes: int = option(
+    batch_min_free_bytes: int = node_option(
         500_000_000,
         "With less space free beside the store, uploads, new batches and responses get a 507 and no"
         " line is begun, until there is twice as much. 0: it is used to its end.",
         low=0,
-        scope=Scope.NODE,
         needs=(Need("batch_store", refused=("none",)),),
     )
-    responses_ttl_s: int = option(
+    responses_ttl_s: int = node_option(
         30 * 86_400,
         "Time for which responses are kept.",
         low=60,
         high=10 * 365 * 86_400,
-        scope=Scope.NODE,
         needs=(Need("batch_store", refused=("none",)),),
     )
-    run_dir: str = option(
+    run_dir: str = node_option(
         "",
         "Directory under which the private socket directory is made; default: the system's.",
         section="Files and logs",
-        scope=Scope.NODE,
     )
-    log_level: str = option(
-        "info",
-        "Least severe log records to print.",
-        choices=("debug", "info", "warning", "error"),
-        scope=Scope.NODE,
+    log_level: str = node_option(
+        "info", "Least severe log records to print.", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = option(
-        "text",
-        "How log records are printed; json is an object per line.",
-        choices=("text", "json"),
-        scope=Scope.NODE,
+    log_format: str = node_option(
+        "text", "How log records are printed; json is an object per line.", choices=("text", "json")
     )
-    decision_log: str = option(
+    decision_log: str = node_option(
         "",
         "File for the router's inputs and decisions, for lightserve replay. It holds prompts as"
         " token ids. An existing file is kept as FILE.1.",
-        scope=Scope.NODE,
     )
-    decision_log_size: str = option(
+    decision_log_size: str = node_option(
         "4GiB",
         "Size at which the decision log ends; the server continues without it.",
-        scope=Scope.NODE,
         needs=(Need("decision_log"),),
     )
-    request_timelines: int = option(
+    request_timelines: int = node_option(
         0,
         "So many of the last requests can be asked for their timeline, GET"
         " /v1/requests/ID/timeline; it takes the router some time in each step.",
         low=0,
         high=100_000,
         zero_word="none",
-        scope=Scope.NODE,
     )
 
     otlp_endpoint: str = option(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import Flag, auto
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -106,6 +107,11 @@ def option(
         "needs": needs,
     }
     return field(default=default, metadata=metadata)
+
+
+node_option = partial(option, scope=Scope.NODE)
+simulate_option = partial(option, scope=Scope.SIMULATE)
+profile_option = partial(option, scope=Scope.PROFILE)
 
 
 def unmet_need(spec: dataclasses.Field[Any], values: Mapping[str, Any]) -> Need | None:

@@ -12,10 +12,12 @@ from lightserve.config.fields import (
     GPU,
     GPU_KERNELS,
     Need,
-    Scope,
+    node_option,
     option,
     parse_hosts,
     parse_memory,
+    profile_option,
+    simulate_option,
 )
 from lightserve.errors import ConfigError
 from lightserve.http_access import is_loopback
@@ -41,18 +43,16 @@ class NodeOptions:
         high=64,
         section="Several machines",
     )
-    node_rank: int = option(
+    node_rank: int = node_option(
         0,
         "Number of this machine among --nnodes: 0 serves, the others only run workers for it.",
         low=0,
         high=63,
-        scope=Scope.NODE,
         needs=_SEVERAL_NODES,
     )
-    master_addr: str = option(
+    master_addr: str = node_option(
         "",
         "Address of node 0 in a network that is the nodes' own: IPv4, or a name for it.",
-        scope=Scope.NODE,
         needs=_SEVERAL_NODES,
     )
     master_port: int = option(
@@ -62,10 +62,9 @@ class NodeOptions:
         high=65535,
         needs=_SEVERAL_NODES,
     )
-    node_key_file: str = option(
+    node_key_file: str = node_option(
         "",
         "The key that all nodes have and nothing else may, as lightserve node-key writes it.",
-        scope=Scope.NODE,
         needs=_SEVERAL_NODES,
     )
     node_timeout_s: float = option(
@@ -134,11 +133,10 @@ def _objectives(text: str) -> dict[str, int]:
 class FrontendOptions:
     """See the module's docstring."""
 
-    model: str = option(
+    model: str = profile_option(
         str(BUNDLED_MODEL_DIR),
         "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
         section="Model and its names",
-        scope=Scope.PROFILE,
     )
     served_model_name: str = option(
         "",
@@ -376,28 +374,25 @@ class FrontendOptions:
 class GraphOptions:
     """See the module's docstring."""
 
-    cuda_graphs: str = option(
+    cuda_graphs: str = profile_option(
         "auto",
         "Whether steps run as CUDA graphs, captured at the start: auto (on a GPU"
         " with the kernels triton) or off (slower steps, less memory, a shorter start).",
         choices=("auto", "off"),
         section="CUDA graphs",
-        scope=Scope.PROFILE,
         needs=GPU_KERNELS,
     )
-    cuda_graph_max_seqs: int = option(
+    cuda_graph_max_seqs: int = profile_option(
         0,
         "Most sequences of a step that runs as a CUDA graph; 0 takes --max-num-seqs, at most 512.",
         low=0,
-        scope=Scope.PROFILE,
         needs=(Need("cuda_graphs", ("auto",)), *GPU_KERNELS),
     )
-    cuda_graph_max_tokens: int = option(
+    cuda_graph_max_tokens: int = profile_option(
         -1,
         "Most new tokens of a step with prompts that runs as a CUDA graph; 0: such steps are"
         " launched kernel by kernel; -1: up to where a graph gains time, at most 2,048.",
         low=-1,
-        scope=Scope.PROFILE,
         needs=(Need("cuda_graphs", ("auto",)), *GPU_KERNELS),
     )
 
@@ -426,19 +421,17 @@ _ZMQ_ADDRESS = re.compile(
 class MemoryOptions:
     """See the module's docstring."""
 
-    cache_policy: str = option(
+    cache_policy: str = simulate_option(
         "task-aware",
         "Cached prefixes that are evicted first when KV memory is needed: task-aware (the"
         " fewest waiting requests share them), lru, or off (nothing is cached).",
         choices=("task-aware", "lru", "off"),
         section="KV memory",
-        scope=Scope.SIMULATE,
     )
-    rt_cache_min_tokens: int = option(
+    rt_cache_min_tokens: int = simulate_option(
         0,
         "Cached tokens of real-time requests that best-effort ones may not take.",
         low=0,
-        scope=Scope.SIMULATE,
         needs=(Need("cache_policy", ("task-aware", "lru")),),
     )
     max_retained_tokens: int = option(
@@ -448,73 +441,57 @@ class MemoryOptions:
         " requests are refused.",
         low=-1,
     )
-    kv_events: str = option(
+    kv_events: str = node_option(
         "",
         "ZeroMQ address, such as tcp://127.0.0.1:5557 or ipc:///run/kv-events, at which the"
         " router publishes cached and evicted blocks, in vLLM's format. Subscribers can read the"
         " token ids of prompts.",
-        scope=Scope.NODE,
         needs=(Need("cache_policy", ("task-aware", "lru")),),
     )
-    kv_events_block_size: int = option(
-        16,
-        "Tokens of the blocks of --kv-events.",
-        low=1,
-        high=1024,
-        scope=Scope.NODE,
-        needs=(Need("kv_events"),),
+    kv_events_block_size: int = node_option(
+        16, "Tokens of the blocks of --kv-events.", low=1, high=1024, needs=(Need("kv_events"),)
     )
-    kv_events_keys: str = option(
+    kv_events_keys: str = node_option(
         "",
         "Directory of ZeroMQ certificates (CURVE) for --kv-events: server.key_secret, and in"
         " clients/ the public keys of allowed subscribers.",
-        scope=Scope.NODE,
         needs=(Need("kv_events"),),
     )
-    kv_events_insecure: bool = option(
+    kv_events_insecure: bool = node_option(
         False,
         "Let --kv-events listen without keys where other machines reach it.",
-        scope=Scope.NODE,
         needs=(Need("kv_events"),),
     )
-    preemption: str = option(
+    preemption: str = simulate_option(
         "checkpoint",
         "KV of a request that is paused for lack of memory: checkpoint (only overwritten parts"
         " go to the host), recompute (it is dropped).",
         choices=("checkpoint", "recompute"),
-        scope=Scope.SIMULATE,
     )
-    block_owner: str = option(
+    block_owner: str = simulate_option(
         "two-ended",
         "two-ended: blocks of KV slots are filled by real-time requests from the left and by"
         " best-effort ones from the right; exclusive: a block belongs to one request.",
         choices=("two-ended", "exclusive"),
-        scope=Scope.SIMULATE,
         needs=(Need("preemption", ("recompute",)), Need("cache_policy", ("off",))),
     )
-    block_size: int = option(
-        16,
-        "KV slots per block of the allocator: 1, 2, 4, 8 or 16.",
-        low=1,
-        high=16,
-        scope=Scope.SIMULATE,
+    block_size: int = simulate_option(
+        16, "KV slots per block of the allocator: 1, 2, 4, 8 or 16.", low=1, high=16
     )
-    host_kv_memory: str = option(
+    host_kv_memory: str = profile_option(
         "auto",
         "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
         " KV pool's size, or of what the KV pool leaves free, and beside a GPU, for which it is"
         " locked at the start, at most 16GiB.",
-        scope=Scope.PROFILE,
         needs=(Need("preemption", ("checkpoint",)),),
     )
-    prefix_host_memory: str = option(
+    prefix_host_memory: str = profile_option(
         "auto",
         "Host memory per rank for prefixes that leave the KV pool, such as 8GiB, beside"
         " --host-kv-memory, the free part of which they use as well; 0: what leaves the pool is"
         " lost. auto is half of what both pools leave free, at most the KV pool's size, and beside"
         " a GPU at most 16GiB of both; 0 without --cache-policy, and for models with recurrent"
         " layers.",
-        scope=Scope.PROFILE,
         needs=(Need("cache_policy", ("task-aware", "lru")),),
     )
     gpu_memory_utilization: float = option(
@@ -525,12 +502,11 @@ class MemoryOptions:
         high=1.0,
         needs=(GPU, Need("kv_memory", ("auto",))),
     )
-    kv_memory: str = option(
+    kv_memory: str = profile_option(
         "auto",
         "Memory of the KV pool per rank, such as 512MiB or 4GiB. auto on a CPU is min(4GiB,"
         " half of the free memory) shared by the ranks, on a GPU the memory that"
         " --gpu-memory-utilization allows.",
-        scope=Scope.PROFILE,
     )
     max_kv_tokens: int = option(
         0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.config.fields import Need, Scope, option, unmet_need
+from lightserve.config.fields import Need, option, profile_option, simulate_option, unmet_need
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
 from lightserve.types import MAX_DRAFTS
@@ -52,36 +52,26 @@ class SchedulingOptions:
     min_tpot_slo_ms: float = option(
         0.0, "Least target of times per token, mean or largest, that it may ask for.", low=0.0
     )
-    slo_clock: str = option(
+    slo_clock: str = simulate_option(
         "curve",
         "Deadlines of tokens: curve (early tokens give time to later ones, up to the largest"
         " gap) or gap (each token is due the mean time after the one before).",
         choices=("curve", "gap"),
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("unified", *_OF_PAPERS)),),
     )
-    max_num_seqs: int = option(
-        256,
-        "Most sequences that run at once.",
-        low=1,
-        high=65536,
-        section="Steps and policy",
-        scope=Scope.PROFILE,
+    max_num_seqs: int = profile_option(
+        256, "Most sequences that run at once.", low=1, high=65536, section="Steps and policy"
     )
-    max_num_batched_tokens: int = option(
+    max_num_batched_tokens: int = profile_option(
         0,
         "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 8192 on a"
         " GPU; on a CPU the best size by the profile of step times, or 512; and no less than"
         " --max-num-seqs.",
         low=0,
         high=1_048_576,
-        scope=Scope.PROFILE,
     )
-    max_be_seqs: int = option(
-        0,
-        "Most best-effort sequences that run at once; 0 sets no limit of their own.",
-        low=0,
-        scope=Scope.SIMULATE,
+    max_be_seqs: int = simulate_option(
+        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
     )
     policy: str = option(
         "unified",
@@ -96,77 +86,69 @@ class SchedulingOptions:
         choices=(*CLASS_BLIND_POLICIES, *_OF_PAPERS, "priority", "round-robin", "sjf", "unified"),
         takes_class=True,
     )
-    be_order: str = option(
+    be_order: str = simulate_option(
         "auto",
         "Order in which best-effort requests start: arrival, or sharing (prompts that begin"
         " like cached ones first, every sixteenth time the oldest; not with policies that know"
         " no classes, nor accelgen). auto: sharing with --policy unified and echo, arrival with"
         " all others.",
         choices=("auto", "arrival", "sharing"),
-        scope=Scope.SIMULATE,
     )
-    late_min_share: float = option(
+    late_min_share: float = simulate_option(
         0.1,
         "unified: share of the steps in which real-time requests with a late first token go"
         " first. Beyond capacity the share falls by half until it matches the excess that it can"
         " serve.",
         low=0.0,
         high=0.9,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("unified",)),),
     )
-    be_min_share: float = option(
+    be_min_share: float = simulate_option(
         0.0,
         "unified: least share of step time that best-effort requests get while they want more,"
         " whatever real-time requests miss by it; memory is another matter.",
         low=0.0,
         high=0.9,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("unified",)),),
     )
-    long_prompt_tokens: int = option(
+    long_prompt_tokens: int = simulate_option(
         4096,
         "unified, accelgen: of real-time prompts with at least so many tokens to compute, one"
         " is in progress at a time (unified: one of each key), unless another is urgent. 0: no"
         " such rule.",
         low=0,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("unified", "accelgen")),),
     )
-    pace_ms: float = option(
+    pace_ms: float = simulate_option(
         33.0,
         "unified, priority: time between tokens of real-time requests without targets while"
         " real-time prompts run beside them, or twice a step of the decodes alone if that is"
         " longer. It is no target: nothing is refused or counted by it. 0: no pace.",
         low=0.0,
         high=60_000.0,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", PACED_POLICIES),),
     )
-    be_stretch: float = option(
+    be_stretch: float = simulate_option(
         1.5,
         "unified, priority: beside such requests, a step with best-effort work takes at most so"
         " many times the time of their decodes alone.",
         low=1.0,
         high=1000.0,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", PACED_POLICIES),),
     )
-    without: str = option(
+    without: str = simulate_option(
         "",
         "Parts to be left out, separated by commas; accelgen: batching, chunking, exclusive,"
         " ordering; round-robin: chunking (prompts go whole).",
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("accelgen", "round-robin")),),
     )
-    victims: str = option(
+    victims: str = simulate_option(
         "newest",
         "Requests of a class that lose memory first, except its oldest: newest, emptiest"
         " (best-effort: most free slots in the last block; real-time: most time left), latest"
         " (most time left), cheapest (soonest recomputed for the memory that it gives, and far"
         " from its end).",
         choices=("newest", "emptiest", "latest", "cheapest"),
-        scope=Scope.SIMULATE,
     )
     admission: str = option(
         "risk",
@@ -228,13 +210,12 @@ class SchedulingOptions:
     be_max_waiting_tokens: int = option(
         67_108_864, "Most prompt tokens of waiting best-effort requests; more get a 429.", low=1
     )
-    window: int = option(
+    window: int = simulate_option(
         1000,
         "past-future, risk: number of finished outputs whose lengths are remembered, of all"
         " requests together and of each key.",
         low=1,
         high=1_000_000,
-        scope=Scope.SIMULATE,
         needs=(Need("admission", ("past-future", "risk")),),
     )
     max_parameter_bytes: int = option(
@@ -243,17 +224,16 @@ class SchedulingOptions:
         " requests of a class; above it requests get a 429. All choices of a request share them.",
         low=1,
     )
-    rt_kv_deviations: float = option(
+    rt_kv_deviations: float = simulate_option(
         0.0,
         "KV memory that best-effort requests leave free: the recent mean use of real-time"
         " requests plus so many standard deviations. 0 leaves none.",
         low=0.0,
         high=10.0,
-        scope=Scope.SIMULATE,
         needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
     )
 
-    speculation: str = option(
+    speculation: str = simulate_option(
         "off",
         "Guesses of the next tokens of a request, several of which one step verifies: off, ngram"
         " (what followed its last tokens where these stood before in its prompt or output), suffix"
@@ -261,15 +241,13 @@ class SchedulingOptions:
         " that is made for it). Guesses change no answer.",
         choices=("off", "ngram", "suffix", "mtp"),
         section="Speculation",
-        scope=Scope.SIMULATE,
         needs=(Need("block_owner", ("two-ended",)),),
     )
-    max_draft_tokens: int = option(
+    max_draft_tokens: int = simulate_option(
         MAX_DRAFTS,
         "Most guesses of a request in a step; the router takes as many as pay.",
         low=1,
         high=MAX_DRAFTS,
-        scope=Scope.SIMULATE,
         needs=(Need("speculation", ("ngram", "suffix", "mtp")),),
     )
 
