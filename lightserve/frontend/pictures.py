@@ -192,9 +192,9 @@ class PictureReader:
                 held.enter_context(self._reading.admitted(sum(len(p.url) for p in pictures)))
             for picture in pictures:
                 own = held.enter_context(contextlib.ExitStack())
-                data = await self._fetched(picture, left, own)
-                files.append((data, own))
-                images.append(image := await self._in_thread(self._size_of, picture, data))
+                files.append((await self._fetched(picture, left, own), own))
+                image = await self._in_thread(self._size_of, picture, files[-1][0])
+                images.append(image)
                 left.num_pixel_bytes -= image.num_bytes
                 if left.num_pixel_bytes < 0:
                     raise InvalidRequest(
@@ -208,14 +208,14 @@ class PictureReader:
             async def read(ask: Callable[[], Awaitable[None]]) -> list[Image]:
                 async with self._seats.taken(WHOSE.get()):
                     await ask()
-                    for place, (picture, (data, own)) in enumerate(
-                        zip(pictures, files, strict=True)
-                    ):
+                    for place, picture in enumerate(pictures):
+                        data, own = files.pop(0)
                         images[place], was_kept = await self._in_thread(
                             self._decoded, picture, data
                         )
                         source = "kept" if was_kept else "decoded"
                         self._recorder.counter(IMAGES, source).value += 1
+                        data = None  # before its memory is another's
                         own.close()
                         held.enter_context(self._reading.admitted(images[place].num_bytes))
                 return images

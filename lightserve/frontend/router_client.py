@@ -144,7 +144,9 @@ MAX_QUESTIONS = 32
 class Questions(Generic[T]):
     """Asks what the router answers each asker apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None) -> None:
+        """`timeout_s` for an answer; None: as long as the router is there, as a request waits."""
+        self._timeout_s = timeout_s
         self._number = 0
         self._pending: dict[int, asyncio.Future[T]] = {}
 
@@ -152,7 +154,7 @@ class Questions(Generic[T]):
         """Return the answer; `send` sends the question of a number.
 
         Raises:
-            RequestFailed: no answer within ANSWER_TIMEOUT_S (504), a full queue to the router
+            RequestFailed: no answer within `timeout_s` (504), a full queue to the router
                 (429), or the router was lost meanwhile (503).
         """
         if len(self._pending) >= MAX_QUESTIONS:
@@ -166,7 +168,7 @@ class Questions(Generic[T]):
         pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._pending[number] = pending
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await pending
         except TimeoutError:
             raise _router_timeout() from None
@@ -209,11 +211,11 @@ class RouterClient:
         """The boot detached from, and when it was last heard of."""
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
-        self._pools: Questions[KVMap] = Questions()
+        self._pools: Questions[KVMap] = Questions(ANSWER_TIMEOUT_S)
         self._pool: asyncio.Task[KVMap] | None = None
         """Answer that askers at the same time share, so that they cost the router one map."""
-        self._timelines: Questions[list[RequestLife]] = Questions()
-        self._verdicts: Questions[Verdict] = Questions()
+        self._timelines: Questions[list[RequestLife]] = Questions(ANSWER_TIMEOUT_S)
+        self._verdicts: Questions[Verdict] = Questions(None)
         self._urgent: list[Reader] = []
         """Urgent readers with news, from the message that is being taken in."""
         self._others: deque[Reader] = deque()
@@ -306,7 +308,7 @@ class RouterClient:
         """Ask whether a request may come now, which is no promise; its images need no pixels.
 
         Raises:
-            InvalidRequest, RequestFailed: it would be refused, or as `describe_request`.
+            InvalidRequest, RequestFailed: it would be refused, or as `submit`.
         """
         send = self._ready_connection().send
         try:

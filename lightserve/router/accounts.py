@@ -181,8 +181,9 @@ class _Used:
         return max(0.0, self.used - (now_s - self.since_s) * per_minute / MINUTE_S)
 
     def add(self, count: int, per_minute: int, now_s: float) -> None:
-        """Take off what has drained since, and add so much."""
-        self.used, self.since_s = self.left(per_minute, now_s) + count, now_s
+        """Take off what has drained since, and add so much; without a quota nothing counts."""
+        self.used = self.left(per_minute, now_s) + count if per_minute else 0.0
+        self.since_s = now_s
 
 
 class Refusal(NamedTuple):

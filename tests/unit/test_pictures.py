@@ -500,14 +500,14 @@ def test_sizes_that_are_asked_for() -> None:
     assert Picture("", "x", detail="auto").processor(clip(28)) == clip(28)
 
 
+async def may_come() -> None:
+    pass
+
+
 async def read(reader: PictureReader, pictures: list[Picture]) -> list[Any]:
     """Read pictures of a request that may come."""
-
-    async def ask() -> None:
-        pass
-
     async with reader.measured(pictures) as measured:
-        images = await measured.read(ask)
+        images = await measured.read(may_come)
     sizes = [(image.num_tokens, image.height, image.width) for image in images]
     assert sizes == [(image.num_tokens, image.height, image.width) for image in measured.images]
     assert not any(image.pixels for image in measured.images)
@@ -629,6 +629,28 @@ def test_a_refused_request_has_no_picture_decoded(tmp_path: Path, verdict: Verdi
                 assert len(others) == 2 - number and all(submit.images == o.images for o in others)
                 asked = [m for m in setup.router.sent if isinstance(m, MaySubmit)][-1].submit
                 assert asked.images[0].pixels == b"" and asked.prompt == submit.prompt
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_router_is_waited_for_as_by_requests_without_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightserve.frontend.router_client.ANSWER_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        model = str(write_llava(tmp_path))
+        async with frontend(says([5]), model=model, served_model_name="m") as setup:
+            heard: list[Any] = []
+            hear = setup.service.router.on_message
+            monkeypatch.setattr(setup.service.router, "on_message", heard.append)
+            body = asking(file_of(picture(1)))
+            waiting = asyncio.create_task(setup.post("/v1/chat/completions", body))
+            await eventually(lambda: len(heard) == 1)
+            await asyncio.sleep(0.1)
+            monkeypatch.undo()
+            hear(heard[0])
+            assert (await waiting).status_code == 200
 
     asyncio.run(scenario())
 
@@ -842,6 +864,34 @@ def test_files_that_are_fetched_count_until_they_are_read(
             assert image.width == SIDE
             await send("a")
             assert reader._reading._shares.size == 0
+        finally:
+            reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_file_is_kept_no_longer_than_it_is_counted(tmp_path: Path) -> None:
+    """Only until it is decoded, though the request is not on its way yet."""
+    vision = load_model_config(write_llava(tmp_path)).vision
+    data = file_of(picture(1))
+
+    class Hosts:
+        async def fetch(self, url: str, **limits: Any) -> bytes:
+            return data
+
+        def close(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        reader = PictureReader(vision, ServeConfig(), Recorder())
+        reader._hosts = Hosts()  # type: ignore[assignment]
+        reads = Picture("https://images.example/a.png", "x")
+        before = sys.getrefcount(data)
+        try:
+            async with reader.measured([reads, reads]) as measured:
+                assert sys.getrefcount(data) == before + 2
+                await measured.read(may_come)
+                assert sys.getrefcount(data) == before
         finally:
             reader.close()
 

@@ -211,7 +211,9 @@ class KVStore:
                 return Found(end, num_left, num_loaded, num_state_slots=num_state)
         num_left = request.num_left_from(hit.num_tokens)
         found = hit if hit.num_tokens else None
-        return Found(hit.num_tokens, num_left, num_pinned=hit.num_evictable, hit=found)
+        # `start` frees its own.
+        num_pinned = max(0, hit.num_evictable - max(0, request.num_own_slots))
+        return Found(hit.num_tokens, num_left, num_pinned=num_pinned, hit=found)
 
     def begin_plan(self, found: Iterable[Found]) -> None:
         """Keep what a plan found on the host until it is brought back: first of all."""

@@ -287,6 +287,17 @@ def test_a_key_may_have_so_many_tokens_in_a_minute() -> None:
     assert ask(core, 3, client, now_s + 300.0) is None
 
 
+def test_what_came_without_a_quota_does_not_count_against_one_that_is_set_later() -> None:
+    """The file of keys is read again while the server runs."""
+    core = new_core()
+    for number in range(50):
+        assert ask(core, number, Client(key="a", tokens_per_minute=10**6), float(number)) is None
+    limited = Client(key="a", requests_per_minute=2, tokens_per_minute=10**6)
+    assert ask(core, 50, limited, 50.0) is None
+    assert ask(core, 51, limited, 50.0) is None
+    assert ask(core, 52, limited, 50.0) is not None
+
+
 # ---------------------------------------------------------------- before they come
 
 

@@ -171,6 +171,22 @@ def test_its_own_copies_of_what_is_cached_are_freed_as_it_resumes() -> None:
     assert before - scene.kv.num_available == found.num_pinned == 9
 
 
+def test_what_it_loaded_ahead_is_freed_as_it_goes_on_from_a_snapshot() -> None:
+    """The same where a state is on the host yet, and a longer prefix has been cached meanwhile."""
+    scene = Scene(num_state_slots=4)
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    assert scene.kv.take(request, 29) == 29
+    scene.kv.hold(request, scene.kv.look_up(request))
+    scene.kv.load(request, 12, is_ahead=True)
+    scene.kv.release(scene.run(make_request(1)), keep=True)
+    scene.kv._load_is_cheaper = lambda _num_tokens, _start, _num_loaded: False
+    before, found = scene.kv.num_available, scene.kv.look_up(request)
+    assert (found.start, found.num_loaded, request.num_own_slots) == (20, 0, 12)
+    scene.kv.start(request, found)
+    assert before - scene.kv.num_available == found.num_pinned > 0
+
+
 @pytest.mark.parametrize(
     ("num_host_slots", "load_is_cheaper", "num_loaded"),
     [(100, True, 8), (100, False, 0), (7, True, 0)],
