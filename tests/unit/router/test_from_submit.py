@@ -21,6 +21,7 @@ from lightserve.messages.frontend_router import (
     RequestDelta,
     RouterMessage,
 )
+from lightserve.messages.images import DIGEST_BYTES, Image
 from lightserve.messages.router_worker import (
     RowResult,
     plan_rows,
@@ -138,6 +139,24 @@ def test_parameters_take_no_more_memory_than_is_counted(
     assert first < counted + 20_000
     assert all_of_them < counted + 100_000, "the choices share them"
     assert counted < 3 * first
+
+
+def test_choices_share_images_whose_pixels_are_not_compared() -> None:
+    """Those of a large request are 48 MiB, which the router would look at byte by byte."""
+
+    class Pixels(bytes):
+        def __eq__(self, _: object) -> bool:
+            raise AssertionError("pixels were compared")
+
+        __hash__ = bytes.__hash__
+
+    core = make_core("chunked")
+    for number in range(2):
+        image = Image(0, 1, 2, 2, Pixels(12), bytes(DIGEST_BYTES))
+        arrival = Arrival(0.0, 8, 4, 4, request_class=RT)
+        core.on_message(FromFrontend(FRONTEND, submit(number, arrival, images=(image,))), 1.0)
+    first, second = core._requests.values()
+    assert first.parameters is second.parameters
 
 
 def test_parameters_of_a_class_are_bounded_as_memory() -> None:
