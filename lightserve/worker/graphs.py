@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import ClassVar, NamedTuple, NoReturn, Protocol
 
@@ -145,7 +145,7 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
         self._failure = ""
-        """Why a capture was broken off: torch's allocator stays within it, and begins no other."""
+        """Why a capture was broken off: none is begun behind it."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """See `GraphRecorder.record`."""
@@ -176,6 +176,10 @@ class CudaGraphRecorder:
                 function()
         except Exception as error:  # of torch, or of Triton, whose types are its own
             self._failure = _reason(error)
+            # Its end has failed as well: torch would stay on its stream, and give no memory back.
+            torch.cuda.set_stream(outer)
+            with suppress(RuntimeError):  # this is done
+                torch._C._cuda_endAllocateToPool(outer.device_index, self._memory)
             raise
         return graph.replay
 

@@ -48,9 +48,12 @@ class FakeCuda:
         self.log: list[Any] = []
         self.stack = ["outer"]
         self.graph_signature = inspect.signature(torch.cuda.graph.__init__)
-        for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph"):
+        self.pools: list[str] = []
+        """To which the allocator gives what is asked for."""
+        for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "set_stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name.lower()}"))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory")
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
 
     def run(self) -> None:
         self.log.append(("run", self.stack[-1], gc.isenabled()))
@@ -69,7 +72,24 @@ class FakeCuda:
     def _graph(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.graph_signature.bind(None, *args, **kwargs).arguments
         self.log.append(("capture", bound["pool"], bound["capture_error_mode"]))
-        return self._within(f"capture on {bound['stream'].name}")
+        return self._capturing(f"capture on {bound['stream'].name}", bound["pool"])
+
+    @contextlib.contextmanager
+    def _capturing(self, name: str, pool: str) -> Iterator[None]:
+        """As torch does it: one that is broken off cannot be ended, and leaves both behind."""
+        self.stack.append(name)
+        self.pools.append(pool)
+        yield
+        self._end(0, pool)
+        self.stack.pop()
+
+    def _set_stream(self, stream: _Stream) -> None:
+        self.stack = [stream.name]
+
+    def _end(self, device: int, pool: str) -> None:
+        if pool not in self.pools:
+            raise RuntimeError("not currently recording to it")
+        self.pools.remove(pool)
 
     @contextlib.contextmanager
     def _within(self, name: str) -> Iterator[None]:
@@ -81,6 +101,8 @@ class FakeCuda:
 
 
 class _Stream:
+    device_index = 0
+
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self._cuda, self.name = cuda, name
 
@@ -129,6 +151,7 @@ def test_behind_a_capture_that_was_broken_off_none_is_begun(
     recorder.record(cuda.run)
     with pytest.raises(RuntimeError, match=r"^it waits"):
         recorder.record(lambda: fail_if(True))
+    assert (cuda.stack, cuda.pools) == (["outer"], []), "what follows is outside of it"
     with pytest.raises(
         RuntimeError, match=r"before it was broken off \(RuntimeError: it waits for the device\)"
     ):
