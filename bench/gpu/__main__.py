@@ -67,12 +67,11 @@ PARTS: dict[str, Part] = {
     "dead-rank": Part("correctness", 180, is_timed=False),
     "decode-attention": Part("attention", 60),
     "prefill-attention": Part("attention", 60),
-    "few-rows": Part("packed", 60),
     "packed-products": Part("packed", 60),
-    # Timed, as how much memory graphs will take is read off the whole GPU.
-    "graphs": Part("whole_model", 90),
     "sampling": Part("correctness", 60),
     "checkpoints": Part("whole_model", 90),
+    "guesses": Part("whole_model", 170),
+    "images": Part("whole_model", 90),
 }
 """In the order in which they run."""
 AT_ONCE = 4

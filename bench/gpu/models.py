@@ -48,6 +48,7 @@ from lightserve.messages.router_worker import (
 from lightserve.models.base import Model, Part, TensorParallel, kv_layout
 from lightserve.models.config import CONFIG_FILE, ModelConfig, load_model_config
 from lightserve.models.families import build_model
+from lightserve.models.image_processor import CLIP, PREPROCESSOR_FILE
 from lightserve.models.layers.linear import ModelContext, UnquantizedMethod
 from lightserve.models.layers.quantized import StoredMethod
 from lightserve.models.stored_weights import StoredWeight
@@ -175,12 +176,15 @@ class Sequences:
         sampling: SamplingParams = GREEDY,
         first_row: int = 0,
         first_slot: int = 0,
+        num_state_slots: int = 0,
         seed: int = 0,
     ) -> None:
-        """`length`: positions of each row, prompt and output; slots first_slot … are taken."""
+        """`length`: positions of each row; slots first_slot … are taken, then those of states."""
         rng = np.random.default_rng(seed)
         self.num_rows, self.length, self._first_row = num_rows, length, first_row
         self.slots = slot_table(Order.BLOCKS, num_rows, length, seed=seed).numpy() + first_slot
+        states = first_slot + num_rows * length + np.arange(num_rows * num_state_slots)
+        self._state_slots = states.reshape(num_rows, num_state_slots)
         self._tokens = rng.integers(0, vocab_size, (num_rows, length), dtype=np.int32)
         self._sampling = sampling
 
@@ -212,6 +216,15 @@ class Sequences:
             self.plan([(row, context + step, 1) for row in rows], 0) for step in range(num_steps)
         ]
 
+    def guessed(self, context: int, num_steps: int, num_guesses: int) -> list[StepPlan]:
+        """Return decodes of the first row with guesses; plans say where it is at most."""
+        plans, width = [], 1 + num_guesses
+        for start in range(context, context + num_steps * width, width):
+            own = self.slots[0, start : start + width]
+            decodes = pack_decodes([self._id(0)], [start], own, [num_guesses])
+            plans.append(StepPlan(StepId(0), [], [], [], decodes))
+        return plans
+
     def plan(
         self,
         pieces: Iterable[tuple[int, int, int]],
@@ -220,17 +233,22 @@ class Sequences:
         """Return a plan of (row, start, number of tokens); `context`: where prompts end."""
         pieces = list(pieces)
         decodes = [piece for piece in pieces if piece[1] and piece[2] == 1 and piece[1] >= context]
-        own = [self.slots[row, start] for row, start, _ in decodes]
+        held = [self.slots[row, start] for row, start, _ in decodes]
         others = [piece for piece in pieces if piece not in decodes]
+        ranges = [
+            SlotRange(self._id(row), start, pack_int32(self.slots[row, start : start + count]))
+            for row, start, count in others
+        ]
+        begun = [row for row, start, _ in pieces if start == 0]
+        for row in begun:
+            if len(own := self._state_slots[row]):
+                ranges.append(SlotRange(self._id(row), -len(own), pack_int32(own)))
         return StepPlan(
             step_id=StepId(0),
-            sequences=[self._sequence(row, context) for row, start, _ in pieces if start == 0],
-            slot_ranges=[
-                SlotRange(self._id(row), start, pack_int32(self.slots[row, start : start + count]))
-                for row, start, count in others
-            ],
+            sequences=[self._sequence(row, context) for row in begun],
+            slot_ranges=ranges,
             decodes=pack_decodes(
-                [self._id(row) for row, _, _ in decodes], [start for _, start, _ in decodes], own
+                [self._id(row) for row, _, _ in decodes], [start for _, start, _ in decodes], held
             ),
             rows=[
                 PlanRow(
@@ -296,7 +314,40 @@ QWEN_HALF_B = _shape(
     tie_word_embeddings=True,
 )
 """Qwen2.5 0.5B."""
+
+
+def _recurrent(heads: tuple[int, int, int, int], head_dim: int, *sizes: int) -> Mapping[str, Any]:
+    """Return Qwen3.5's; `heads`: key and value heads of recurrent layers, and their sizes."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    own = {f"linear_{name}": size for name, size in zip(names, heads, strict=True)}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    own |= {"head_dim": head_dim, "rope_parameters": rope}
+    return _shape("Qwen3_5ForCausalLM", sizes, **own)
+
+
+QWEN_9B = _recurrent((16, 32, 128, 128), 256, 4096, 12_288, 32, 16, 4, 248_320, 16_384)
+"""Qwen3.5 9B: three layers with states for each with attention."""
+TINY_HYBRID = _recurrent((2, 4, 16, 12), 32, 64, 96, 4, 4, 2, 200, 64)
+
+
+def _seeing(text: Mapping[str, Any], side: int, patch: int, *sizes: int) -> Mapping[str, Any]:
+    """Return LLaVA-1.5's: a CLIP before a Llama; sizes as of `_shape`, up to heads."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    own = dict(zip(names, sizes, strict=True)) | {"image_size": side, "patch_size": patch}
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "text_config": {"model_type": "llama", **text},
+        "vision_config": {"model_type": "clip_vision_model", **own},
+        "image_token_index": text["vocab_size"] - 64,
+    }
+
+
+_LLAMA_7B = _shape("LlamaForCausalLM", (4096, 11_008, 32, 32, 32, 32_064, 4096))
+LLAVA_7B = _seeing(_LLAMA_7B, 336, 14, 1024, 4096, 24, 16)
+"""LLaVA-1.5 7B."""
 TINY_LLAMA = _shape("LlamaForCausalLM", (64, 96, 2, 4, 2, 200, 64))
+TINY_LLAVA = _seeing(TINY_LLAMA, 28, 7, 32, 64, 3, 2)
 TINY_QWEN = _shape("Qwen2ForCausalLM", (32, 48, 2, 2, 1, 200, 64), tie_word_embeddings=True)
 
 
@@ -319,7 +370,7 @@ class RandomReader:
         if name not in self._shapes:
             raise ModelLoadError(f"random weights: tensor {name!r} is missing")
         shape = self._shapes[name]
-        parts = (rows, columns)[: len(shape)]
+        parts = (rows, columns, *[None] * len(shape))[: len(shape)]
         wanted = [
             size if part is None else part.size for size, part in zip(shape, parts, strict=True)
         ]
@@ -353,11 +404,9 @@ class Fp8Reader(RandomReader):
 
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Return mean and standard deviation of a tensor's values."""
-    if name.endswith("norm.weight"):
-        return 1.0, 0.1
-    if name.endswith("bias"):
-        return 0.0, 0.3
-    return 0.0, 1.0 if name == EMBEDDING else 1.0 / math.sqrt(shape[1])
+    if len(shape) == 1:
+        return (1.0, 0.1) if name.endswith("weight") else (0.0, 0.3)
+    return 0.0, 1.0 if name == EMBEDDING else 1.0 / math.sqrt(math.prod(shape[1:]))
 
 
 def load_random(
@@ -398,12 +447,24 @@ class RandomModel:
         """Write the directory."""
         path.mkdir(parents=True, exist_ok=True)
         (path / CONFIG_FILE).write_text(json.dumps(values))
+        side = values.get("vision_config", {}).get("image_size")
+        processor = {
+            "image_processor_type": CLIP,
+            "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+        }
+        (path / PREPROCESSOR_FILE).write_text(json.dumps(processor))
         return RandomModel(path, load_model_config(path))
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers."""
         return kv_layout(self.config, tp_size=1, dtype="bfloat16").bytes_per_token
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of each row that hold its states."""
+        return kv_layout(self.config, tp_size=1, dtype="bfloat16").num_state_slots
 
     @property
     def decode_weight_bytes(self) -> int:

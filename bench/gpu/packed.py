@@ -1,8 +1,7 @@
-"""Products of few rows and by packed weights, decodes over latents: right first, then timed."""
+"""Products by packed weights, decodes over latents: right first, then timed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,12 +14,7 @@ from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
 from lightserve.kernels.interface import Can
 from lightserve.kernels.reference import numbers_of_groups, rounded_to_e4m3
-from lightserve.kernels.triton import product_tuning
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.triton.product_tuning import ProductWork
-from lightserve.kernels.triton.products import ProductChoice, ProductChoices, ProductConfig
-from lightserve.kernels.triton.tuning import Choice
-from lightserve.kernels.weights import KernelShapes
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.layers.quantized import rounded_to_fp8
 from lightserve.worker.memory import KVPool
@@ -88,86 +82,6 @@ def packed_products(bench: Bench) -> None:
             note = f"{1e6 * seconds:.1f} us, bfloat16 {1e6 * plain_s:.1f} us"
             bench.rows.figure(f"{name}, beside bfloat16", seconds / plain_s, "x", note=note)
     _latents(bench)
-
-
-MODELS, REHEARSED_MODELS = (
-    {
-        "Llama-3-8B": (4096, 14_336, 32, 8, 128),
-        "Qwen2.5-0.5B": (896, 4864, 14, 2, 64),
-    },
-    {"a tiny model": (64, 96, 4, 2, 16)},
-)
-"""Hidden and intermediate features, query and KV heads, numbers of a head."""
-
-
-def few_rows(bench: Bench) -> None:
-    """Measure products of 1 to 8 rows as a start does; report the chosen ones beside cuBLAS.
-
-    Every candidate's time is in the part's log.
-    """
-    machine = bench.machine
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger(product_tuning.__name__).setLevel(logging.DEBUG)
-    bandwidth = copy_bandwidth(machine)
-    for model, sizes in (REHEARSED_MODELS if bench.rehearse else MODELS).items():
-        hidden, inner, num_heads, num_kv_heads, head_dim = sizes
-        shapes = KernelShapes(
-            dtype=torch.bfloat16,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rotary_dim=head_dim,
-            sliding_windows=(None,),
-            rms_norm_eps=1e-5,
-            qk_norm=False,
-            qkv_bias=False,
-            context_len=8192,
-        )
-        works = product_tuning.product_works(shapes)
-        for work in works[::7] if bench.rehearse else works:
-            choice = product_tuning.choose_product(
-                work,
-                machine.device,
-                lambda call: machine.median_s(lambda _: call()),
-                max_copies=1 if bench.rehearse else product_tuning.MAX_COPIES,
-            )
-            _few_rows_row(bench, f"{model}, {work.name}", work, choice, bandwidth)
-
-
-def _few_rows_row(
-    bench: Bench, name: str, work: ProductWork, choice: Choice, bandwidth: float
-) -> None:
-    """Compare a choice with float64 and report its bytes of weights by time."""
-    key, machine = work.key, bench.machine
-    choices = ProductChoices()
-    if choice.config:
-        choices[key] = ProductChoice(ProductConfig(**choice.config), work.num_outputs)
-    kernels = TritonKernels(products=choices)
-    x, residual = (machine.random(key.num_rows, key.num_inputs) for _ in range(2))
-    norm, weight = machine.random(key.num_inputs), machine.random(work.num_outputs, key.num_inputs)
-    truth = x.double()
-    if key.has_norm:
-        total = (x + residual).double()
-        truth = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
-        found, _ = kernels.add_norm_linear(
-            x, residual, (norm, 1e-5), weight, None, is_gated=key.is_gated
-        )
-    else:
-        found = kernels.linear(x, weight, None)
-    truth = truth @ weight.double().T
-    if key.is_gated:
-        gates, ups = truth.chunk(2, dim=-1)
-        truth = gates * gates.sigmoid() * ups
-    error = float((found.double() - truth).norm() / truth.norm())
-    if not error <= MAX_ERROR:
-        bench.rows.claim(name, False, f"relative error {error:.2g}")
-        return
-    rate = weight.nbytes / (1e-6 * choice.time_us)
-    note = f"{choice.time_us:.1f} us, cuBLAS {choice.default_time_us:.1f} us, {rate / 1e9:.0f} GB/s"
-    note += f", error {error:.1e}, {choice.config or 'cuBLAS'}"
-    bench.rows.figure(name, 100 * rate / bandwidth, "% of copy", note=note)
 
 
 LATENT, REHEARSED_LATENT = (576, 512, 16), (40, 32, 4)

@@ -6,6 +6,7 @@ import gzip
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,15 +15,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from msgspec.structs import replace
-from support.graph_recorders import TapeRecorder
-from support.tensor_kernels import TensorKernels
 from torch import Tensor
 
 from bench.gpu.device import copy_bandwidth, idle_pct, matrix_rate, overlapped_pct, profiled
 from bench.gpu.models import (
+    GREEDY,
     LLAMA_8B,
+    LLAVA_7B,
+    QWEN_9B,
     QWEN_HALF_B,
+    TINY_HYBRID,
     TINY_LLAMA,
+    TINY_LLAVA,
     TINY_QWEN,
     WARM_STEPS,
     RandomModel,
@@ -34,10 +38,11 @@ from bench.gpu.models import (
 )
 from bench.gpu.table import Bench
 from lightserve.messages.common import pack_int32
+from lightserve.messages.images import EncodeOrder, Image, digest_of
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.layers import feed_forward, linear
 from lightserve.types import SamplingParams
-from lightserve.worker.graphs import DecodeGraphs, ladder
+from lightserve.worker.drafts import Proposal, Rows
 from lightserve.worker.model_runner import ModelRunner
 
 
@@ -58,12 +63,17 @@ class Scale:
     """Decodes of a step that has a prompt as well …"""
     chunks: Sequence[int]
     """… of so many tokens."""
+    hybrid: Mapping[str, Any]
+    """A model three quarters of whose layers keep states."""
+    llava: Mapping[str, Any]
+    num_guesses: int
 
 
-GPU = Scale(LLAMA_8B, QWEN_HALF_B, 64, 1024, 8192, 8192, 65, 30, 32, (64, 256, 512))
-REHEARSED = Scale(TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 20, 3, 2, (5,))
+_LARGE = LLAMA_8B, QWEN_HALF_B, 64, 1024, 8192, 8192, 65, 30, 32, (64, 256, 512)
+GPU = Scale(*_LARGE, QWEN_9B, LLAVA_7B, 4)
+_TINY = TINY_LLAMA, TINY_QWEN, 3, 20, 24, 16, 20, 3, 2, (5,)
+REHEARSED = Scale(*_TINY, TINY_HYBRID, TINY_LLAVA, 1)
 NUM_PREFILLS = 12
-LADDER_STEPS = 20
 _GRAPHS = {True: "graphs on", False: "graphs off"}
 MAX_SMALL_RATIO = 2.5
 MAX_RATIO_ONE, MAX_RATIO_BATCH = 1.17, 1.22
@@ -115,7 +125,6 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
             run = run_plans(runner, steps[: scale.profiled_steps])
             bench.rows.figure(f"{name}, {_GRAPHS[False]}", 1e3 * run.median_s, "ms")
     _mixed(bench, runner, rows, model, scale)
-    _by_rows(bench, runner, rows, scale)
     _prefill(bench, runner, model, scale, rate)
 
 
@@ -198,21 +207,6 @@ def _mixed(
         )
 
 
-def _by_rows(bench: Bench, runner: ModelRunner, rows: Sequences, scale: Scale) -> None:
-    """Report what a step of each captured size takes, in one row."""
-    times_ms = {
-        number: 1e3
-        * run_plans(runner, rows.decodes(scale.context, LADDER_STEPS, num_rows=number)).median_s
-        for number in ladder(scale.batch)
-    }
-    bench.rows.figure(
-        f"Llama-3-8B shape, context {scale.context}, graphs on: {scale.batch} rows to one",
-        times_ms[scale.batch] / times_ms[1],
-        "x",
-        note="ms by rows: " + ", ".join(f"{n}: {ms:.3g}" for n, ms in times_ms.items()),
-    )
-
-
 def _prefill(
     bench: Bench, runner: ModelRunner, model: RandomModel, scale: Scale, rate: float
 ) -> None:
@@ -232,7 +226,8 @@ def _runner(
     bench: Bench, model: RandomModel, scale: Scale, *, num_rows: int, **flags: Any
 ) -> ModelRunner:
     """Return a runner whose pool holds the rows, and the long prompt."""
-    per_row = scale.context + scale.num_steps
+    num_steps = scale.num_steps * (1 + flags.get("max_draft_tokens", 0))
+    per_row = scale.context + num_steps + model.num_state_slots
     return model.runner(
         bench.machine,
         max_num_seqs=num_rows + 1,
@@ -242,10 +237,22 @@ def _runner(
     )
 
 
-def _filled(runner: ModelRunner, model: RandomModel, scale: Scale, num_rows: int) -> Sequences:
+def _filled(
+    runner: ModelRunner,
+    model: RandomModel,
+    scale: Scale,
+    num_rows: int,
+    sampling: SamplingParams = GREEDY,
+) -> Sequences:
     """Return sequences whose context has been computed."""
-    length = scale.context + scale.num_steps
-    rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size)
+    most = scale.num_guesses if runner.max_drafted_tokens else 0
+    rows = Sequences(
+        num_rows,
+        scale.context + scale.num_steps * (1 + most),
+        vocab_size=model.config.vocab_size,
+        sampling=sampling,
+        num_state_slots=model.num_state_slots,
+    )
     run_plans(runner, rows.prefills(scale.context, budget=scale.budget))
     return rows
 
@@ -253,6 +260,7 @@ def _filled(runner: ModelRunner, model: RandomModel, scale: Scale, num_rows: int
 def _floor_s(model: RandomModel, num_rows: int, scale: Scale, bandwidth: float) -> float:
     """Return the seconds in which a decode in the middle of the run could be read."""
     context = scale.context + scale.num_steps // 2
+    context += 2 * model.num_state_slots  # states are read and written
     kv_bytes = num_rows * context * model.kv_bytes_per_token
     return (model.decode_weight_bytes + kv_bytes) / bandwidth
 
@@ -439,92 +447,110 @@ def _trace(bench: Bench, scene: Scene, ranges: Sequence[range]) -> None:
         bench.rows.figure("copies beside passes", share, "%", note=f"trace: {TRACE}")
 
 
-@dataclass(frozen=True)
-class GraphScale:
-    """Sizes of the comparison."""
-
-    shape: Mapping[str, Any]
-    max_rows: int
-    captured: Sequence[int]
-    """Numbers of rows that there is a graph for."""
-    between: Sequence[int]
-    """And that there is none for."""
-    context: int
-    num_steps: int
+DRAWN = 7
+"""The token that is drawn everywhere, as no other is allowed: no tie of a random model decides."""
+ACCEPTANCE = 0.7
+MIN_GAIN = 1.5  # between the bars on CPUs with an acceptance of 0.6 and of 0.9: 1.3 and 1.9
+MAX_BESIDE = 1.1
+NUM_IMAGES = 5
 
 
-GRAPHS_GPU = GraphScale(QWEN_HALF_B, 64, (1, 8, 64), (3, 50), 256, 64)
-BUDGET = 4096
-"""Most tokens of a prefill."""
-GRAPHS_REHEARSED = GraphScale(TINY_QWEN, 4, (1, 4), (3,), 5, 3)
+class ScriptedGuesses:
+    """Guesses the token that is drawn, or with some chance another; waits for nothing."""
+
+    needs_lengths = needs_slots = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def begin(self, *_: object) -> None:
+        """See `Proposer.begin`: nothing of a plan counts."""
+
+    def learn(self, *_: object) -> None:
+        """See `Proposer.learn`: the script stays as it is."""
+
+    def propose(self, table: Tensor, rows: Rows) -> Proposal:
+        """See `Proposer.propose`; all rows may have as many guesses."""
+        shape, most = rows.ids.shape, int(rows.most.max())
+        chances = torch.rand(*shape, most, generator=self._generator, device=table.device)
+        counts = torch.full_like(rows.ids, most)
+        return Proposal(DRAWN + (chances >= ACCEPTANCE).long(), counts, torch.zeros_like(counts))
 
 
-def graphs(bench: Bench) -> None:
-    """Compare tokens, greedy and drawn."""
-    scale = GRAPHS_REHEARSED if bench.rehearse else GRAPHS_GPU
-    assert set(scale.captured) <= set(ladder(scale.max_rows))
-    assert not set(scale.between) & set(ladder(scale.max_rows))
+def guesses(bench: Bench) -> None:
+    """Decode with scripted guesses beside decodes without: of Llama's shape, then of a model most
+    of whose layers keep states, which move on behind them as graphs, or kernel by kernel."""
+    scale = REHEARSED if bench.rehearse else GPU
     with TemporaryDirectory() as directory:
-        model = RandomModel.make(Path(directory), scale.shape)
-        runner = _graph_runner(bench, model, scale)
-        for temperature in (0.0, 1.0):
-            sampling = SamplingParams(temperature=temperature, seed=3)
-            for num_rows in (*scale.captured, *scale.between):
-                runs = [
-                    _run(runner, model, scale, num_rows, sampling, graphs=graphs)
-                    for graphs in (True, False)
-                ]
-                total = num_rows * scale.num_steps
-                different = _num_different(*runs)
-                name = f"{num_rows} rows, temperature {temperature:g}: graphs on against off"
-                note = f"{different} of {total} tokens differ"
-                if num_rows in scale.captured:
-                    bench.rows.claim(name, different == 0, note)
-                else:
-                    bench.rows.figure(name, float(different), f"of {total} tokens differ")
+        for name, shape in (("Llama-3-8B", scale.llama), ("Qwen3.5-9B", scale.hybrid)):
+            model = RandomModel.make(Path(directory) / name, shape)
+            more = {"speculation": "ngram", "max_draft_tokens": scale.num_guesses}
+            runner = _runner(bench, model, scale, num_rows=scale.batch, **more)
+            drafts, states = runner._table._drafts, runner._draft_states
+            assert drafts is not None
+            drafts._proposer = ScriptedGuesses(bench.machine.device)
+            gain = partial(_gain, bench, runner, model, scale)
+            if not model.num_state_slots:
+                gain(f"{name} shape, batch 1", at_least=MIN_GAIN)
+                continue
+            rows = _filled(runner, model, scale, scale.batch)
+            for num_rows in (1, scale.batch):
+                steps = rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
+                own_s = run_plans(runner, steps).median_s
+                floor_s = _floor_s(model, num_rows, scale, copy_bandwidth(bench.machine))
+                what = f"{name} shape, batch {num_rows}: to weights, KV and states over the copy"
+                bench.rows.figure(what, own_s / floor_s, "x", note=f"{1e3 * own_s:.4g} ms")
+            gain(f"{name} shape, batch 1, graphs of states")
+            states.graphs = None
+            gain(f"{name} shape, batch 1, states kernel by kernel")
 
 
-def _graph_runner(bench: Bench, model: RandomModel, scale: GraphScale) -> ModelRunner:
-    """Return a runner; on the CPU a tape of torch operations stands for a graph."""
-    runner = model.runner(
-        bench.machine,
-        max_num_seqs=scale.max_rows,
-        max_num_batched_tokens=BUDGET,
-        max_kv_tokens=scale.max_rows * (scale.context + scale.num_steps) + 16,
-        kernels=None if bench.machine.is_gpu else TensorKernels(),
-        **({"kernel_tuning": "off"} if bench.machine.is_gpu else {}),  # others run beside it
-    )
-    if not bench.machine.is_gpu:
-        recorded = DecodeGraphs(
-            runner._model,
-            runner.pool,
-            runner.tables,
-            sizes=ladder(scale.max_rows),
-            recorder=TapeRecorder(),
-            has_logits=True,
-        )
-        recorded.capture()
-        runner.use_graphs(recorded)
-    return runner
-
-
-def _run(
+def _gain(
+    bench: Bench,
     runner: ModelRunner,
     model: RandomModel,
-    scale: GraphScale,
-    num_rows: int,
-    sampling: SamplingParams,
+    scale: Scale,
+    name: str,
     *,
-    graphs: bool,
-) -> Run:
-    length = scale.context + scale.num_steps
-    rows = Sequences(num_rows, length, vocab_size=model.config.vocab_size, sampling=sampling)
-    run_plans(runner, rows.prefills(scale.context, budget=BUDGET))
-    with graphs_in_use(runner, graphs):
-        return run_plans(runner, rows.decodes(scale.context, scale.num_steps))
+    at_least: float | None = None,
+) -> None:
+    """Report how many times as many tokens come in a second with guesses as without."""
+    sampling = SamplingParams(temperature=0.0, allowed_token_ids=(DRAWN,))
+    one = _filled(runner, model, scale, 1, sampling)
+    plain = run_plans(runner, one.decodes(scale.context, scale.num_steps))
+    run = run_plans(runner, one.guessed(scale.context, scale.num_steps, scale.num_guesses))
+    count = sum(map(len, run.token_ids.values())) / len(run.results)
+    note = f"{count:.3g} tokens in {1e3 * run.median_s:.4g} ms, one in {1e3 * plain.median_s:.4g}"
+    what = f"{name}: tokens/s with {scale.num_guesses} guesses, {ACCEPTANCE:g} of them right"
+    gain = count * plain.median_s / run.median_s
+    bench.rows.figure(f"{what}, to without", gain, "x", at_least=at_least, note=note)
 
 
-def _num_different(run: Run, other: Run) -> int:
-    """Return the number of tokens that differ, row by row and step by step."""
-    pairs = zip(run.token_ids.values(), other.token_ids.values(), strict=True)
-    return sum(a != b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+def images(bench: Bench) -> None:
+    """Encode images alone, and layer by layer beside decodes."""
+    scale, name = REHEARSED if bench.rehearse else GPU, "LLaVA-1.5-7B shape"
+    with TemporaryDirectory() as directory:
+        model = RandomModel.make(Path(directory), scale.llava)
+        runner = _runner(bench, model, scale, num_rows=scale.batch)
+        steps = _filled(runner, model, scale, scale.batch).decodes(scale.context, scale.num_steps)
+        alone, black = run_plans(runner, steps), runner.black_image(scale.context)
+        assert model.config.vision is not None and black is not None
+        count = model.config.vision.layers.count
+        whole = [_encoding(step, black, n, count) for n, step in enumerate(steps[:NUM_IMAGES])]
+        last_s = run_plans(runner, whole).results[-1].encode_s
+        row = f"{name}, {count} layers of an image of {black.num_tokens} tokens, kernel by kernel"
+        bench.rows.figure(row, 1e3 * last_s, "ms")
+        beside = [_encoding(step, black, 100 + n // count, 1) for n, step in enumerate(steps)]
+        run = run_plans(runner, beside)
+        layer_s = statistics.median(result.encode_s for result in run.results)
+        both_s, took_s = alone.median_s + layer_s, run.median_s
+        note = f"{1e3 * took_s:.4g} ms, of {1e3 * both_s:.4g} ms the layer {1e3 * layer_s:.4g} ms"
+        row = f"{name}, {scale.batch} decodes and a layer of an image: to both alone"
+        bench.rows.figure(row, took_s / both_s, "x", at_most=MAX_BESIDE, note=note)
+
+
+def _encoding(step: StepPlan, black: Image, number: int, num_layers: int) -> StepPlan:
+    """Return a step that encodes layers of an image of one colour, another for each number."""
+    pixels = bytes((number, 0, 0)) * (black.height * black.width)
+    image = replace(black, pixels=pixels, digest=digest_of(black.height, black.width, pixels))
+    return replace(step, encodes=(EncodeOrder(image, num_layers),))

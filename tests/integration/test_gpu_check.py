@@ -48,10 +48,11 @@ def rehearse(part: str, out: Path) -> list[Row]:
         pytest.param("prefill-attention", 17, marks=pytest.mark.long),
         ("packed-products", 6),
         ("sampling", 14),
-        ("graphs", 6),
-        ("whole-model", 20),
+        ("whole-model", 19),
         ("eight-bits", 8),
         ("checkpoints", 5),
+        ("guesses", 5),
+        ("images", 2),
     ],
 )
 def test_parts_run(part: str, num_rows: int, tmp_path: Path) -> None:
