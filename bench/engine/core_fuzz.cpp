@@ -14,7 +14,7 @@ int64_t core_packed_size_int8(int64_t, int64_t, int32_t);
 int64_t core_packed_size_groups(int64_t, int64_t, int64_t, int32_t);
 void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32_t);
 void core_choose_experts_f32(const float*, int64_t, const float*, int64_t, int64_t, int64_t, int64_t,
-                             int64_t, int32_t, int32_t, float, int64_t*, float*, int32_t);
+                             int64_t, int32_t, int32_t, float, float, int64_t*, float*, int32_t);
 #define DECLARE(T, name)                                                                         \
   void core_pack_##name(const T*, int64_t, int64_t, int32_t, T*, int32_t);                       \
   void core_pack_int8_##name(const T*, int64_t, int64_t, int32_t, int8_t*, float*, int32_t);     \
@@ -23,16 +23,16 @@ void core_choose_experts_f32(const float*, int64_t, const float*, int64_t, int64
   void core_linear_##name(const T*, int64_t, int64_t, const void*, const void*, const uint8_t*,  \
                           int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*,          \
                           const int64_t*, int32_t, int32_t);                                     \
-  void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
-                        int32_t);                                                                \
+  void core_norm_##name(const T*, int64_t, T*, const void*, int32_t, float, int64_t, int64_t,    \
+                        T*, int32_t, int32_t);                                                   \
   void core_elements_##name(int32_t, const T*, int64_t, const T*, int64_t, float, int64_t,       \
                             int64_t, T*, int64_t, int32_t, int32_t);                             \
   void core_layer_norm_##name(const T*, int64_t, const T*, const T*, float, int64_t, int64_t,    \
                               T*, int32_t, int32_t);                                             \
   int32_t core_rotate_##name(T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t,         \
                              int64_t, const float*, const float*, int64_t, void*, void*,         \
-                             int64_t, int64_t, int32_t, const int64_t*, int64_t, const T*, const T*, float,        \
-                             int32_t, int32_t);                                                  \
+                             int64_t, int64_t, int32_t, const int64_t*, int64_t, const void*,     \
+                             const void*, int32_t, float, int32_t, int32_t);                     \
   void core_attention_##name(const T*, int64_t, void*, void*, int64_t, int64_t, int32_t,         \
                              const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
                              int64_t, int64_t, float, float, const float*, const float*,         \
@@ -43,7 +43,7 @@ void core_choose_experts_f32(const float*, int64_t, const float*, int64_t, int64
   int32_t core_rows_##name(const T*, int64_t, int64_t, const int64_t*, int64_t, T*, int32_t);    \
   int32_t core_rows_int8_##name(const int8_t*, const float*, int64_t, int64_t, const int64_t*,   \
                                 int64_t, T*, int32_t);
-int32_t core_gather(const char*, int64_t, int64_t, const int64_t*, int64_t, char*);
+int32_t core_gather(const char*, int64_t, int64_t, int64_t, const int64_t*, int64_t, char*);
 DECLARE(float, f32)
 DECLARE(bf16, bf16)
 }
@@ -143,7 +143,10 @@ struct Buffer {
           std::abort();                                                                         \
       }                                                                                         \
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
-      core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
+      Buffer<float> wide_scale(inputs);                                                         \
+      const int32_t is_wide = inputs % 2;                                                       \
+      core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr,                  \
+                       is_wide ? (void*)(float*)wide_scale : (void*)(T*)scale, is_wide, 1e-5f,  \
                        rows, inputs, normed, level, threads);                                   \
       core_layer_norm_##name(x, inputs, scale, rows % 2 ? static_cast<T*>(scale) : nullptr,     \
                              1e-5f, rows, inputs, normed, level, threads);                      \
@@ -177,7 +180,8 @@ struct Buffer {
     Buffer<T> some(tokens * heads * size);                                                      \
     Buffer<int64_t> wanted(tokens);                                                             \
     for (int64_t i = 0; i < tokens; i++) wanted[i] = among(0, tokens - 1);                      \
-    core_gather((const char*)(T*)out, tokens, heads * size * sizeof(T), wanted, tokens,         \
+    const int64_t row_bytes = heads * size * sizeof(T);                                         \
+    core_gather((const char*)(T*)out, tokens, row_bytes, row_bytes, wanted, tokens,             \
                 (char*)(T*)some);                                                               \
     Buffer<int8_t> k8(kv_heads * num_slots * (size + 4)), v8(kv_heads * num_slots * (size + 4)); \
     core_attention_##name(q, heads * size, (int8_t*)k8, (int8_t*)v8, size + 4,                  \
@@ -191,15 +195,17 @@ struct Buffer {
     Buffer<float> cos(tokens * half), sin(tokens * half);                                       \
     Buffer<int64_t> slots(tokens);                                                              \
     for (int64_t i = 0; i < tokens; i++) slots[i] = among(0, num_slots - 1);                    \
-    T* scale = half % 2 ? static_cast<T*>(norm) : nullptr;                                      \
+    Buffer<float> wide_norm(size);                                                              \
+    const int32_t wide = half % 3 == 0;                                                         \
+    void* scale = half % 2 == 0 ? nullptr : wide ? (void*)(float*)wide_norm : (void*)(T*)norm;  \
     core_rotate_##name(qkv, qkv + heads * size, qkv + (heads + kv_heads) * size, all * size,    \
                        tokens, heads, kv_heads, size, cos, sin, half, (T*)k, (T*)v, size,       \
-                       num_slots * size, 0, slots, num_slots, scale, scale, 1e-5f, level,       \
+                       num_slots * size, 0, slots, num_slots, scale, scale, wide, 1e-5f, level, \
                        threads);                                                                \
     core_rotate_##name(qkv, qkv + heads * size, qkv + (heads + kv_heads) * size, all * size,    \
                        tokens, heads, kv_heads, size, cos, sin, half, (int8_t*)k8, (int8_t*)v8, \
                        size + 4, num_slots * (size + 4), 1, slots, num_slots, scale, scale,     \
-                       1e-5f, level, threads);                                                  \
+                       wide, 1e-5f, level, threads);                                            \
   }
 extern "C" {
 void core_scan_logits(const float*, int64_t, int64_t, int64_t, int64_t*, uint8_t*, int32_t, int32_t);
@@ -240,7 +246,7 @@ static void fuzz_choice() {
   Buffer<int64_t> places(rows * chosen);
   core_choose_experts_f32(products, rows, rows % 2 ? static_cast<float*>(bias) : nullptr, experts,
                           groups, chosen_groups, among(1, size), chosen, rows % 3 == 0,
-                          rows % 5 == 0, 1.5f, places, shares,
+                          rows % 5 == 0, 1e-6f, 1.5f, places, shares,
                           static_cast<int32_t>(among(1, 3)));
   for (int64_t i = 0; i < rows * chosen; i++)
     if (places[i] < 0 || places[i] >= experts) std::abort();
