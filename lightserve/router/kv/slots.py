@@ -378,7 +378,7 @@ class BlockSlotPool:
         self._rows.unbind(owner)
 
     def go_back(self, owner: Hashable, request_class: RequestClass, slot: int) -> None:
-        """Do so for one whose slots behind `slot` were released; exclusive: it grows there."""
+        """Let a sequence that lost slots behind `slot` grow nowhere; exclusive: in that block."""
         self.stop_growing(owner)
         if self._is_exclusive:
             self._end(request_class).grow(owner, slot // self.block_size)
