@@ -127,7 +127,7 @@ class StepModel:
     sizes: GraphSizes = NO_SIZES
     """To which steps are padded."""
     tells_rows: bool = True
-    """Whether measured steps tell a decode's cost from the floor; if not, drafts cost no logits."""
+    """True: measured steps tell a decode's cost from the floor. False: drafts cost no logits."""
 
     @property
     def per_draft_s(self) -> float:

@@ -326,7 +326,7 @@ class KernelShapes:
     """The different ones of all layers."""
     rms_norm_eps: float
     qk_norm: bool
-    """Whether each head's queries and keys are normalised by themselves."""
+    """True: each head's queries and keys are normalised by themselves."""
     qkv_bias: bool
     context_len: int
     """Longest sequence that is served."""
@@ -347,7 +347,7 @@ class KernelShapes:
     expert_activation: BlockActivation = SILU_GATES
     has_expert_biases: bool = False
     has_sinks: bool = False
-    """Whether the softmax of attention has one more score, a sink, for each head."""
+    """True: the softmax of attention has one more score, a sink, for each head."""
     pool_dtype: torch.dtype | None = None
     """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
     delta: StateSizes | None = None

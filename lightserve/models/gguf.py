@@ -138,11 +138,11 @@ class GgufFile:
         return self.metadata.get(self._whole(key), default)
 
     def has_key(self, key: str) -> bool:
-        """Whether a key is there."""
+        """Return whether the file has a key."""
         return self._whole(key) in self.metadata
 
     def has(self, name: str) -> bool:
-        """Whether any layer has a tensor, not only the first: layers may differ."""
+        """Return whether any layer of the file has a tensor: the first may differ from others."""
         ending = f".{name}"
         return f"blk.0.{name}" in self.tensors or any(own.endswith(ending) for own in self.tensors)
 

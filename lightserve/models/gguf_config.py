@@ -86,7 +86,7 @@ class GgufFamily:
     own_names: tuple[tuple[str, str], ...] = ()
     """Names that it alone has, or has for something else."""
     has_neighbours: bool = False
-    """Whether rotated pairs of queries and keys are neighbours in the file."""
+    """True: rotated pairs of queries and keys are neighbours in the file."""
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names by which layers call the products of an expert; a file has those of all in one
     tensor."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -73,15 +72,6 @@ from lightserve.router.slo import CompletionLedger
 from lightserve.router.step import PlannedStep, WaitUntil, each_scheduled
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RequestOutput, RowId
-
-
-class _Arrival(NamedTuple):
-    """A request, and what is decided of it before others leave for it."""
-
-    request: Request
-    refusal: Refusal | None = None
-    leaving: Request | None = None
-    """The first that has to leave for it."""
 
 
 class Scheduler:
@@ -207,12 +197,15 @@ class Scheduler:
         Raises:
             ProtocolError: as `on_message`.
         """
-        return self._arrival(frontend_id, submit, now_s, arrives=False).refusal
+        return self._arrival(frontend_id, submit, now_s, arrives=False)[1]
 
     def _arrival(
         self, frontend_id: FrontendId, submit: Submit, now_s: float, *, arrives: bool = True
-    ) -> _Arrival:
-        """Return a request, and what is decided of it; where it does not arrive nothing changes."""
+    ) -> tuple[Request, Refusal | None, Request | None]:
+        """Return a request, why it is refused, and the first of those that have to leave for it.
+
+        Where it does not arrive nothing changes.
+        """
         numbers = self._image_numbers.of(submit.images) if arrives else [0] * len(submit.images)
         request = request_of(
             frontend_id,
@@ -229,17 +222,17 @@ class Scheduler:
         request.account = self._accounts.find(client, request.request_class, joins=arrives)
         request.budget = budget = self._accounts.budget(client, now_s, joins=arrives)
         if request.max_known_tokens > (limit := self._most_tokens(request)):
-            return _Arrival(request, Refusal(ErrorCode.TOO_LARGE, max_tokens=limit))
+            return request, Refusal(ErrorCode.TOO_LARGE, max_tokens=limit), None
         if submit.is_first and budget and (refusal := budget.refusal(client, now_s)):
-            return _Arrival(request, refusal)
+            return request, refusal, None
         leaving, limits = None, self._config.queue_limits[request.request_class]
         backlog = self._waiting.backlog(request.request_class)
         has_room = limits.has_room(backlog, request.num_prompt_tokens)
         if not self._parameters.has_room(request) or not (
             has_room or (leaving := self._leaving_for(request, now_s))
         ):
-            return _Arrival(request, self._queue_full(request))
-        return _Arrival(request, leaving=leaving)
+            return request, self._queue_full(request), None
+        return request, None, leaving
 
     def _queue_full(self, request: Request) -> Refusal:
         retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)

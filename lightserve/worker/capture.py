@@ -77,7 +77,9 @@ class GraphMaker(NamedTuple):
     def decodes(self, sizes: Sequence[int]) -> DecodeGraphs:
         """Return graphs of steps of decodes alone."""
         return DecodeGraphs(
-            *self[:3],
+            self.model,
+            self.pool,
+            self.tables,
             sizes=sizes,
             recorder=self.recorder,
             has_logits=self.tp.rank == 0,
@@ -86,11 +88,11 @@ class GraphMaker(NamedTuple):
 
     def mixed(self, sizes: Sequence[int]) -> MixedGraphs:
         """Return graphs of other steps."""
-        return MixedGraphs(*self[:3], sizes=sizes, recorder=self.recorder)
+        return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
 
     def states(self, sizes: Sequence[int]) -> StateGraphs:
         """Return graphs that move states on behind drafts."""
-        return StateGraphs(*self[:3], sizes=sizes, recorder=self.recorder)
+        return StateGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
